@@ -25,7 +25,7 @@ def canonical_lines(
     numbers: Mapping[str, Any] = {}
     if graph.sizes is not None and lifted:
         symbols = graph.sizes.bind(batch, lifted)
-        numbers = graph.sizes.compute(symbols) if symbols is not None else {}
+        numbers = (graph.sizes.compute(symbols) if symbols is not None else None) or {}
     shown_as: dict[int, str] = {}
     lines: list[tuple[str, str]] = []
     for position, node in enumerate(graph.nodes):

@@ -41,6 +41,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
+_OF_NUMPY = (np.floating, np.integer)
 
 
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
@@ -464,7 +465,7 @@ def _form(graph: CapturedGraph) -> list[Any]:
 
 def _is_number(failure: Failure) -> bool:
     return (
-        type(failure.new) in (int, float, np.float64)
+        (type(failure.new) in (int, float) or isinstance(failure.new, _OF_NUMPY))
         and type(failure.old) is type(failure.new)
         and same(failure.new, failure.place.read())
     )

@@ -77,7 +77,7 @@ def _values(
     numbers: Mapping[str, Any] = {}
     if graph.sizes is not None:
         symbols = graph.sizes.bind(inputs)
-        numbers = {} if symbols is None else graph.sizes.compute(symbols)
+        numbers = (graph.sizes.compute(symbols) if symbols is not None else None) or {}
     for position, node in enumerate(graph.nodes):
         if node.is_state:
             tensor = state[node.target]

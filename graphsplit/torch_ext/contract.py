@@ -139,6 +139,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "ConstantSource",
     ),
     *_of(
+        "torch.fx.experimental.sym_node",
+        "gives an operation the number that it takes, and says for whom (file)",
+        *("SymNode", "SymNode.guard_float"),
+    ),
+    *_of(
         "torch.utils._sympy",
         "computes a size of a batch by the expression that export gives it",
         *("interp.sympy_interp", "reference.PythonReferenceAnalysis"),

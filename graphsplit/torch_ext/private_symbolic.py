@@ -4,7 +4,8 @@ They stand apart because they import sympy and the compiler's front end, which t
 """
 
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.sym_node import SymNode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-__all__ = ["ConstantSource", "PythonReferenceAnalysis", "sympy_interp"]
+__all__ = ["ConstantSource", "PythonReferenceAnalysis", "SymNode", "sympy_interp"]

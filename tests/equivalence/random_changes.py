@@ -152,6 +152,9 @@ def _of_tensor(path: str, module: nn.Module, name: str, tensor: torch.Tensor) ->
     yield Site(
         f"{path}.requires_grad", lambda draw: getattr(module, name).requires_grad_(_coin(draw))
     )
+    for act in (_hook_gradient, _hook_accumulated, _unhook):
+        label = act.__name__.strip("_").replace("_", " ")
+        yield Site(f"{path} {label}", lambda draw, act=act: act(getattr(module, name), draw))
     if not isinstance(module, (nn.GRU, nn.MultiheadAttention)):
         yield Site(
             f"{path} replaced",
@@ -159,6 +162,29 @@ def _of_tensor(path: str, module: nn.Module, name: str, tensor: torch.Tensor) ->
                 module, name, nn.Parameter(torch.full(shape, draw.choice(FLOATS)))
             ),
         )
+
+
+def _hook_gradient(parameter: torch.Tensor, draw: Draw) -> None:
+    factor = draw.choice((0.5, 1.5))
+    if parameter.requires_grad and len(parameter._backward_hooks or ()) < 2:
+        parameter.register_hook(lambda gradient: gradient * factor)
+
+
+def _hook_accumulated(parameter: torch.Tensor, draw: Draw) -> None:
+    limit = draw.choice((0.01, 0.1))
+
+    def clamp(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-limit, limit)
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(clamp)
+
+
+def _unhook(parameter: torch.Tensor, draw: Draw) -> None:
+    for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if table:
+            del table[draw.choice(list(table))]
 
 
 def _scale(tensor: torch.Tensor, draw: Draw) -> None:

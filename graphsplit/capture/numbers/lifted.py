@@ -10,12 +10,13 @@ stays what it is: then it is no use to lift it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Node
+import numpy as np
+from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -25,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.places import Place
+from graphsplit.guards.values import SYMBOLIC
 from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, active_fake_mode
 
 
@@ -51,19 +53,65 @@ class _Number(HigherOrderOperator):
 NUMBER = _Number()
 
 
+class _Function(HigherOrderOperator):
+    """A function of plain numbers, in a recorded graph; workers do it for themselves."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        name = f"{getattr(function, '__module__', '')}_{function.__name__}".replace(".", "_")
+        super().__init__(f"graphsplit_{name}", cacheable=False)  # type: ignore[no-untyped-call]
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args)
+
+
+_functions: dict[Callable[..., Any], _Function] = {}
+
+
+@dataclass(frozen=True)
+class QuestionOfNumbers:
+    """A question of Python code about lifted numbers, with the answer that the graph rests on.
+
+    Attributes:
+        how: How what was asked is made.
+        answer: Whether it is true.
+    """
+
+    how: Computed
+    answer: bool
+
+    @classmethod
+    def of(cls, how: Computed, values: Sequence[Any]) -> QuestionOfNumbers:
+        """The question, with its answer for some values."""
+        return cls(how, bool(how.value(values)))
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        """Whether the answer is the same for others; not if Python has none."""
+        try:
+            return bool(self.how.value(values)) is self.answer
+        except (ArithmeticError, ValueError, TypeError):
+            return False
+
+
 @dataclass
 class Lifted:
     """The numbers that were lifted while one step was recorded.
 
     Attributes:
         places: Where they are kept.
+        values: Their values while it was.
         symbols: The symbol of each.
+        made: Symbols of what Python has made of them by functions.
         conditions: Expressions of symbols that must be true.
+        questions: What was asked of them.
     """
 
     places: tuple[Place, ...] = ()
+    values: tuple[Any, ...] = ()
     symbols: list[Any] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
     conditions: list[Any] = field(default_factory=list)
+    questions: list[QuestionOfNumbers] = field(default_factory=list)
 
 
 @contextmanager
@@ -73,50 +121,83 @@ def lifted_in_place(places: Sequence[Place]) -> Iterator[Lifted]:
     Raises:
         NotLiftedError: A condition mixes a lifted number with sizes.
     """
-    lifted = Lifted(tuple(places))
+    lifted = Lifted(tuple(places), tuple(place.read() for place in places))
     if not places:
         yield lifted
         return
-    fake_mode: Any = active_fake_mode()
-    environment, tracer = fake_mode.shape_env, get_proxy_mode().tracer  # type: ignore[union-attr]
-    values = [place.read() for place in places]
     try:
-        for index, (place, value) in enumerate(zip(places, values, strict=True)):
-            place.write(_symbol(index, value, lifted, environment, tracer))
+        for index, (place, value) in enumerate(zip(places, lifted.values, strict=True)):
+            place.write(_stand_in(value, lifted.symbols, NUMBER, (index,), f"lifted_{index}"))
         yield lifted
-        _take_conditions(lifted, environment)
+        _take_conditions(lifted)
     finally:
-        for place, value in zip(places, values, strict=True):
+        for place, value in zip(places, lifted.values, strict=True):
             place.write(value)
 
 
-def _symbol(index: int, value: Any, lifted: Lifted, environment: Any, tracer: Any) -> Any:
+def made(lifted: Lifted, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The number, or the answer, that a function of plain numbers makes of lifted ones.
+
+    Raises:
+        NotLiftedError: It makes something else.
+    """
+    how = Computed(function, tuple(_of(node_of(a)) if _is_symbolic(a) else a for a in args))
+    value = how.value(lifted.values)
+    if isinstance(value, (bool, np.bool_)):
+        lifted.questions.append(QuestionOfNumbers(how, bool(value)))
+        return value
+    if not isinstance(value, (int, float, np.number)):
+        raise NotLiftedError(f"{function} makes a {type(value).__name__} of a number")
+    if function not in _functions:
+        _functions[function] = _Function(function)
+    given = tuple(node_of(a) if _is_symbolic(a) else a for a in args)
+    name = f"made_{len(lifted.made)}"
+    return _stand_in(value, lifted.made, _functions[function], given, name)
+
+
+def _stand_in(value: Any, symbols: list[Any], target: Any, args: Any, name: str) -> Any:
+    """The symbolic number that stands for a value; its symbol is added to others."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     from graphsplit.torch_ext.private_symbolic import ConstantSource
 
-    source = ConstantSource(f"graphsplit_lifted_{index}")
-    value = float(value) if isinstance(value, float) else value  # NumPy's is one, too
+    fake_mode: Any = active_fake_mode()
+    environment, tracer = fake_mode.shape_env, get_proxy_mode().tracer  # type: ignore[union-attr]
+    source = ConstantSource(f"graphsplit_{name}")
+    value = float(value) if isinstance(value, (float, np.floating)) else int(value)
     symbol = environment.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
-    lifted.symbols.append(symbol)
+    symbols.append(symbol)
     make = (
         environment.create_symfloatnode
         if isinstance(value, float)
         else environment.create_symintnode
     )
     number = make(symbol, hint=value, source=source)
-    proxy = tracer.create_proxy("call_function", NUMBER, (index,), {}, name=f"lifted_{index}")
+    given = tuple(Proxy(a, tracer) if isinstance(a, Node) else a for a in args)
+    proxy = tracer.create_proxy("call_function", target, given, {}, name=name)
     track_tensor_tree(number, proxy, constant=None, tracer=tracer)
     return number
 
 
-def _take_conditions(lifted: Lifted, environment: Any) -> None:
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC)
+
+
+def _take_conditions(lifted: Lifted) -> None:
     """Take conditions on lifted numbers away from torch, which knows of no input behind them."""
     import sympy  # type: ignore[import-untyped]
 
+    fake_mode: Any = active_fake_mode()
+    environment = fake_mode.shape_env
     own, rest = set(lifted.symbols), []
+    # Of NumPy's, torch itself has asked as if they were Python's.
+    values = zip(lifted.symbols, lifted.values, strict=True)
+    theirs = (s for s, value in values if not isinstance(value, (int, float)))
+    apart = {*lifted.made, *theirs}
     for guard in environment.guards:
         found = guard.expr.free_symbols
+        if not found.isdisjoint(apart):
+            raise NotLiftedError(f"a condition on a number that is not plain: {guard.expr}")
         if not found & own:
             rest.append(guard)
         elif any(map(_is_rounded, sympy.preorder_traversal(guard.expr))):
@@ -143,12 +224,18 @@ def computed(number: Any) -> Computed:
     Raises:
         NotLiftedError: Something else takes part.
     """
+    found: Computed = _of(node_of(number))
+    return found
+
+
+def node_of(number: Any) -> Node:
+    """The node of a number in what is recorded."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     slot = get_proxy_slot(number, tracer, None)
     if slot is None:
         raise NotLiftedError("a number was made in a way that was not recorded")
-    found: Computed = _of(slot.force().node)
-    return found
+    node: Node = slot.force().node
+    return node
 
 
 def _of(node: Any) -> Any:
@@ -156,6 +243,8 @@ def _of(node: Any) -> Any:
         return node
     if node.target is NUMBER:
         return Computed(None, (node.args[0],))
+    if isinstance(node.target, _Function):
+        return Computed(node.target.function, tuple(map(_of, node.args)))
     if node.op != "call_function" or node.kwargs or isinstance(node.target, OperatorBase):
         error = NotLiftedError(f"a number is made by {node.target}")
         error.asked = node

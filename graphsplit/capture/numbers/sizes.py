@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.numbers.lifted import NUMBER, Lifted
+from graphsplit.capture.numbers.lifted import NUMBER, Lifted, QuestionOfNumbers
 from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.frames import users_line_of_node
@@ -100,6 +100,7 @@ class DynamicSizes:
         conditions: Expressions that must be true.
         questions: What was asked of known values; the answers must be the same.
         lifted: The symbols of the numbers that Python holds, in their order.
+        asked: What was asked of these; likewise.
         numbers: Names of the number nodes in program order, each with its expression, or with the
             function and the arguments that give it.
     """
@@ -109,6 +110,7 @@ class DynamicSizes:
     conditions: tuple[Any, ...]
     questions: tuple[Question, ...]
     lifted: tuple[Any, ...]
+    asked: tuple[QuestionOfNumbers, ...]
     numbers: tuple[tuple[str, Any, tuple[Any, ...], dict[str, Any]], ...]
 
     @classmethod
@@ -139,8 +141,8 @@ class DynamicSizes:
             bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
             ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
         numbers = tuple(_number(n) for n in program.graph.nodes if is_number(n))
-        made_of = tuple(lifted.symbols)
-        return cls(inputs, ranges, tuple(conditions), tuple(questions), made_of, numbers)
+        made_of, asked = tuple(lifted.symbols), tuple(lifted.questions)
+        return cls(inputs, ranges, tuple(conditions), tuple(questions), made_of, asked, numbers)
 
     def bind(self, leaves: Sequence[Any], lifted: Sequence[Any] = ()) -> Symbols | None:
         """The symbols' values for a batch; None if the graph does not hold for it.
@@ -151,6 +153,8 @@ class DynamicSizes:
         """
         if not all(map(math.isfinite, lifted)):
             return None  # x - x is 0 for a symbol, and no number for infinity
+        if not all(question.holds(lifted) for question in self.asked):
+            return None
         symbols: Symbols = dict(zip(self.lifted, lifted, strict=True))
         compound: list[tuple[Any, int]] = []
         for leaf, expected in zip(leaves, self.inputs, strict=True):
@@ -173,8 +177,14 @@ class DynamicSizes:
             return None
         return symbols
 
-    def compute(self, symbols: Symbols) -> dict[str, Any]:
-        """Every number of the graph, by the name of its node."""
+    def compute(self, symbols: Symbols) -> dict[str, Any] | None:
+        """Every number of the graph, by the name of its node; None if Python cannot compute one."""
+        try:
+            return self._compute(symbols)
+        except (ArithmeticError, ValueError, TypeError):  # the code itself will raise it
+            return None
+
+    def _compute(self, symbols: Symbols) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, how, args, kwargs in self.numbers:
             if callable(how):

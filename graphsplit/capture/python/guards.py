@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.checkpoints import checkpoints_watched
+from graphsplit.capture.numbers.functions import computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
@@ -164,7 +165,7 @@ class StateWatch:
         marks = TrainedMarks(self._root, label_of_path, self._is_paused)
         modules, keys = {id(m): m for m in self._root.modules()}, self._followed()
         apart = numbers_apart(modules, self._tensors, keys)
-        with apart, lifted_in_place(self._lift) as lifted:
+        with apart, lifted_in_place(self._lift) as lifted, computed_with(lifted):
             try:
                 self._kept.bring_in()
                 for place in lifted.places:

@@ -1,0 +1,178 @@
+"""Numbers that change at each step are operands of one graph, whatever Python makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.planning import planner
+from graphsplit.testing.equivalence import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")
+NUM_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a network does with a number.
+
+    Attributes:
+        apply: Takes the network and a value.
+        values: The number at each step.
+        captures: How many there are to be; None: one for each value.
+    """
+
+    apply: Callable[[Any, torch.Tensor], torch.Tensor]
+    values: Callable[[int], Any]
+    captures: int | None = 3
+
+
+def falling(step: int) -> float:
+    return 0.5 * 0.97**step
+
+
+def _set_rate(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.dropout.p = net.n
+    dropped: torch.Tensor = net.dropout(h)
+    return dropped
+
+
+def _normed(net: Any, h: torch.Tensor) -> torch.Tensor:
+    mean, variance = torch.zeros(4), torch.ones(4)
+    return F.batch_norm(h, mean, variance, training=True, momentum=net.n) + mean * net.n
+
+
+def _smoothed(h: torch.Tensor, smoothing: float) -> torch.Tensor:
+    classes = torch.arange(h.shape[0]) % 4
+    return F.cross_entropy(h, classes, label_smoothing=smoothing)
+
+
+USES: dict[str, Use] = {
+    "float": Use(lambda net, h: h * net.n, falling),
+    "float32 of NumPy": Use(lambda net, h: h * net.n, lambda s: np.float32(falling(s))),
+    "its arithmetic": Use(lambda net, h: h * (net.n * 3 + 0.1), lambda s: np.float32(falling(s))),
+    "its questions": Use(lambda net, h: h * max(net.n, 0.1), lambda s: np.float32(falling(s))),
+    "int64 of NumPy": Use(lambda net, h: h * (net.n / 7), lambda s: np.int64(3 + s)),
+    "cos": Use(lambda net, h: h * math.cos(net.n), falling),
+    "cosine schedule": Use(
+        lambda net, h: h * (0.1 + 0.5 * (1 + math.cos(math.pi * net.n / 40))), lambda s: s + 2
+    ),
+    "exp": Use(lambda net, h: h * math.exp(-net.n / 7.5), lambda s: s + 2),
+    "exp of NumPy": Use(lambda net, h: h * np.exp(-net.n), falling),
+    "exp by itself": Use(lambda net, h: h * exp(-net.n / 7.5), lambda s: s + 2),
+    "square root": Use(lambda net, h: h / math.sqrt(net.n), falling),
+    "logarithm": Use(lambda net, h: h * math.log(net.n + 2, 3), falling),
+    "question of a function": Use(
+        lambda net, h: h * 2 if math.isclose(net.n, 0.3) or math.sin(net.n) > 2 else h * net.n,
+        falling,
+    ),
+    "dropout": Use(lambda net, h: F.dropout(h, net.n), falling),
+    "dropout from and to 0": Use(
+        lambda net, h: F.dropout(h, net.n) + h, lambda s: max(0.0, 0.01 * min(s, 12 - s)), 4
+    ),
+    "rate of a dropout": Use(_set_rate, falling),
+    "sum for a dropout": Use(lambda net, h: F.dropout(h, min(0.9, net.n * 1.5)), falling),
+    "label smoothing": Use(lambda net, h: h * _smoothed(h, net.n), falling),
+    "huber": Use(lambda net, h: h * F.huber_loss(h, h * 0, delta=net.n), falling),
+    "layer norm": Use(lambda net, h: F.layer_norm(h, (4,), eps=net.n), falling),
+    "batch norm": Use(_normed, falling),
+    "power of a counter": Use(lambda net, h: h * 0.99**net.n, lambda s: s + 2),
+    "warm-up": Use(lambda net, h: h * min(1.0, net.n / 1000), lambda s: s + 2),
+    "warm-up that ends": Use(lambda net, h: h * min(1.0, net.n / 9), lambda s: s + 2, 6),
+    "linear": Use(lambda net, h: h * (1 - net.n / 1000) ** 0.9, lambda s: s + 2),
+    "rounded": Use(lambda net, h: h * round(net.n, 3), falling),
+    "tens": Use(lambda net, h: h * round(net.n, -1), lambda s: 10 * s + (0 if s < 3 else 7)),
+    "steps": Use(lambda net, h: h * (net.n // 0.1), lambda s: (0.55, 0.45, 0.5, 0.3, 0.7)[s % 5]),
+    "steps of a counter": Use(lambda net, h: h * (net.n // 0.7), lambda s: 3 * s + 7),
+    "value itself": Use(lambda net, h: h * float(net.n), falling, None),
+    "index": Use(lambda net, h: h * net.table[net.n % 4], lambda s: s + 2, None),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.dropout, self.table = nn.Dropout(0.2), [1.0, 2.0, 3.0, 4.0]
+        self.use, self.n = use.apply, use.values(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(torch.tanh(self.use(self, self.first(x))))
+        return made
+
+
+class Captures:
+    """Counts them.
+
+    Attributes:
+        number: How many there were.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number, original = 0, planner.capture_graph
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(planner, "capture_graph", count)
+        monkeypatch.delenv("GS_RECAPTURE_EVERY", raising=False)
+
+
+def place(net: Any) -> None:
+    net.first.place("MS_WORKER", 0)
+    net.second.place("MS_WORKER", 1)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_number_that_changes_at_each_step_has_few_captures(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, captures = USES[name], Captures(monkeypatch)
+
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        net.n = use.values(step)
+
+    assert_same_bits(
+        lambda: Net(use),
+        batches_of(4, 3),
+        steps=NUM_STEPS,
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=change,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+    if use.captures is not None:
+        assert captures.number <= use.captures
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", ["dropout", "exp", "warm-up that ends", "float32 of NumPy"])
+def test_workers_compute_with_the_same_numbers(name: str, microbatches: int) -> None:
+    use = USES[name]
+
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        net.n = use.values(step)
+
+    assert_same_bits(
+        lambda: Net(use),
+        batches_of(8, 3, num=4),
+        steps=6,
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        before_step=change,
+        plan_everywhere=True,
+    )
