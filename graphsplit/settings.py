@@ -80,7 +80,9 @@ class ClusterSettings:
         scheduler_port: Its port. 0 (any free port) is for tests only.
         node_id: The name of this process; empty when none was given.
         wished_rank: The rank that a numeric ``MS_NODE_ID`` asks for.
-        worker_host: The address that this worker's data plane binds and advertises.
+        worker_host: The address that this worker's data plane binds and advertises; or ``auto``, or
+            a network interface.
+        worker_ports: The first and the last of the ports that it may take; 0: any.
         topo_timeout_s: How long the scheduler waits for all workers, and a worker for it.
         node_timeout_s: How soon a worker that fell silent is known to be lost, everywhere.
         receive_timeout_s: How long a wait may last without a message and without progress.
@@ -106,6 +108,7 @@ class ClusterSettings:
     node_id: str = ""
     wished_rank: int | None = None
     worker_host: str = "127.0.0.1"
+    worker_ports: tuple[int, int] = (0, 0)
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = NODE_TIMEOUT_S
     receive_timeout_s: float = 300.0
@@ -167,6 +170,7 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         node_id=node_id,
         wished_rank=wished_rank,
         worker_host=reader.host("MS_WORKER_IP"),
+        worker_ports=_read_ports(reader),
         topo_timeout_s=reader.seconds("MS_TOPO_TIMEOUT", default=1800.0),
         node_timeout_s=reader.seconds("MS_NODE_TIMEOUT", default=NODE_TIMEOUT_S),
         receive_timeout_s=reader.seconds("MS_RECEIVE_MSG_TIMEOUT", default=300.0),
@@ -240,6 +244,24 @@ def recapture_every(environ: Mapping[str, str]) -> int:
     found = _read_recapture(reader)
     reader.raise_if_any()
     return found
+
+
+def worker_ports(environ: Mapping[str, str]) -> tuple[int, int]:
+    """The ports that workers may take; any where the variable is malformed."""
+    return _read_ports(_Reader(environ))
+
+
+def _read_ports(reader: _Reader) -> tuple[int, int]:
+    text = reader.text("GS_WORKER_PORTS")
+    if not text:
+        return 0, 0
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1024 <= first <= last <= 65535:
+        expected = "the first and the last port of a range from 1024 to 65535"
+        reader.problem("GS_WORKER_PORTS", expected, "for example GS_WORKER_PORTS=41000-41100")
+        return 0, 0
+    return first, last
 
 
 def _read_recapture(reader: _Reader) -> int:

@@ -178,7 +178,7 @@ def _try_out(
         address = scheduler_address(facts, remote.address)
     except HostError as error:
         return {}, [str(error)]
-    wanted = setups(job, replace(remote, hosts=ranked), address, NODE_TIMEOUT_S)
+    wanted = setups(job, replace(remote, hosts=ranked), address, NODE_TIMEOUT_S, os.environ)
     ready, problems = get_ready(hosts, wanted)
     unreached, more = reach_each_other(hosts, wanted, ready)
     addresses = {name: facts[name].address or name for name in ready}
@@ -239,7 +239,9 @@ def environment_findings(environ: Mapping[str, str]) -> tuple[list[str], list[st
         settings = ClusterSettings.from_environ({**_ANY_JOB, **own})
         if settings is not None:
             load_protection(settings.security, role=settings.role)
-            reserve_for_workers(settings.worker_host).close()
+            scheduler = settings.scheduler_host, settings.scheduler_port
+            ports = settings.worker_ports
+            reserve_for_workers(settings.worker_host, scheduler, ports).close()
     except ConfigurationError as error:
         return [f"{_HERE}: {error}"], []
     except click.ClickException as error:

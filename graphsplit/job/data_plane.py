@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphsplit.cluster.member.member import Member
+from graphsplit.errors import ConfigurationError
 from graphsplit.job.meter import Meter
+from graphsplit.launchers.ports import address_of
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
@@ -39,8 +41,17 @@ class DataPlane:
     def open(self) -> Hub:
         """Listen for peers."""
         settings = self.settings
+        named, scheduler = settings.worker_host, settings.scheduler_host
+        try:
+            host = address_of(named, scheduler, settings.scheduler_port)
+        except OSError as error:
+            raise ConfigurationError(
+                f"MS_WORKER_IP={named!r} has no address ({error.strerror or error})\n"
+                f"  Fix: set it to an address of this machine that other workers reach"
+            ) from None
         return Hub(
-            bind_host=settings.worker_host,
+            bind_host=host,
+            ports=settings.worker_ports,
             mode=settings.transport,  # type: ignore[arg-type]
             protection=load_protection(settings.security, role=WORKER, rank=settings.wished_rank),
             num_workers=settings.num_workers,

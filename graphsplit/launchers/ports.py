@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import socket
+import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT, _LAST_PORT = 10_000, 65_535  # well-known services have lower ones
 _PORT_TRIES = 50
+_SIOCGIFADDR = 0x8915
 _LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp has it
 
 
@@ -59,6 +62,27 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def address_of(named: str, host: str, port: int) -> str:
+    """The address of this host that ``MS_WORKER_IP`` names.
+
+    Args:
+        named: An address or a name, which it is itself; ``auto`` for the address from which this
+            host reaches another one; or one of its network interfaces, for its IPv4 address.
+        host: The other one.
+        port: A port of the other one.
+
+    Raises:
+        OSError: The other one is out of reach, or the interface has no address.
+    """
+    if named == "auto":
+        return address_towards(host, port)
+    if named not in (name for _, name in socket.if_nameindex()):
+        return named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("256s", named.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
 
 
 def holder_of(port: int) -> str:

@@ -5,8 +5,11 @@ Imports no gRPC before it is used: pure modules above import this one.
 
 from __future__ import annotations
 
+import secrets
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -14,6 +17,8 @@ from graphsplit.security.names import CertifiedName, holder_of
 from graphsplit.security.protection import Protection
 
 Options = Sequence[tuple[str, Any]]
+ANY_PORT = (0, 0)
+"""The range of ports of whoever may take any."""
 
 # Connections that say nothing, or say it slowly, are closed after these.
 _HANDSHAKE_TIMEOUT_MS = 10_000
@@ -71,6 +76,30 @@ def keepalive(silence_s: float, *, patience: float = 1.0) -> list[tuple[str, int
         # How long one attempt to connect may take.
         ("grpc.min_reconnect_backoff_ms", min(silence_ms, _MAX_CONNECT_MS)),
     ]
+
+
+def free_ports(host: str, ports: tuple[int, int]) -> Iterator[int]:
+    """The ports of a range that are free on a host just now, in any order; 0 for any.
+
+    Each is looked at when it is asked for. Nothing is raised for a host that is not this one.
+
+    Args:
+        host: The address to listen on.
+        ports: The first and the last.
+    """
+    if ports == ANY_PORT:
+        yield 0
+        return
+    tried = list(range(ports[0], ports[1] + 1))
+    while tried:
+        port = tried.pop(secrets.randbelow(len(tried)))
+        with suppress(OSError):
+            socket.create_server((host, port), family=_family_of(host)).close()
+            yield port
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def add_port(server: Any, address: str, protection: Protection) -> int:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graphsplit.errors import ConfigurationError, TransportError
+from graphsplit.security.grpc_ports import ANY_PORT
 from graphsplit.security.names import read_name, why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection, require_encryption
 from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
@@ -136,6 +137,7 @@ class Hub:
         protection: What protects connections that leave this user's processes.
         num_workers: How many workers the job has: bounds how many may connect.
         silence_s: How long nothing may come back from a peer on another host.
+        ports: The first and the last port that may be taken; 0: any.
 
     Attributes:
         endpoints: What to register, for the peers. Holds a secret: only members may see it.
@@ -149,6 +151,7 @@ class Hub:
         protection: Protection = UNPROTECTED,
         num_workers: int = MAX_WORKERS,
         silence_s: float = NODE_TIMEOUT_S,
+        ports: tuple[int, int] = ANY_PORT,
     ) -> None:
         if mode not in MODES:
             raise ConfigurationError(f"GS_TRANSPORT: expected one of {MODES}, got {mode!r}")
@@ -158,7 +161,7 @@ class Hub:
         self._silence_s = silence_s
         self._shm: socket.socket | None = None
         self._grpc: GrpcListener | None = None
-        self._bind_host = bind_host
+        self._bind_host, self._ports = bind_host, ports
         self.endpoints: dict[str, str] = {"token": secrets.token_hex(16)}
         try:
             if mode in ("auto", "shm"):
@@ -200,6 +203,7 @@ class Hub:
             protection=self._protection,
             num_workers=self._num_workers,
             silence_s=self._silence_s,
+            ports=self._ports,
         )
         self.endpoints["grpc"] = self._grpc.address
         if self._protection.tls is not None:

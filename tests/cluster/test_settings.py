@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.settings import ClusterSettings
+from graphsplit.settings import ClusterSettings, worker_ports
 
 WORKER = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "5", "MS_SCHED_PORT": "8118"}
 
@@ -33,6 +33,13 @@ def test_the_defaults_are_those_of_the_contract():
     assert (settings.retry_lower_s, settings.retry_upper_s) == (3, 5)
     assert settings.transport == "auto"
     assert not settings.is_scheduler
+
+
+@pytest.mark.parametrize("text", ["41000", "41000-", "5-3", "80-90", "2000-70000", "a-b"])
+def test_a_range_of_ports_that_is_none_is_named(text):
+    assert "GS_WORKER_PORTS" in problems(GS_WORKER_PORTS=text)
+    assert read(GS_WORKER_PORTS="41000-41100").worker_ports == (41000, 41100)
+    assert worker_ports({"GS_WORKER_PORTS": text}) == read().worker_ports == (0, 0)
 
 
 def test_everything_can_be_set():

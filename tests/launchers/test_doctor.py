@@ -27,6 +27,7 @@ from graphsplit.cli.doctor import environment_findings
 from graphsplit.cli.ssh import facts
 from graphsplit.cli.ssh.facts import own_facts
 from graphsplit.cli.ssh.links import answer_one, measure, reserve
+from graphsplit.launchers.ports import address_of
 
 needs_sshd = pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not())
 FOUND_WITHIN_S = 10.0
@@ -63,6 +64,21 @@ def test_variables_and_token_files_are_judged_as_a_job_does(tmp_path: Path) -> N
     assert environment_findings({"GS_JOB_TOKEN_FILE": str(token)}) == ([], [])
     (problem,), _ = environment_findings({"MS_NODE_TIMEOUT": "soon"})
     assert "MS_NODE_TIMEOUT" in problem
+
+
+def test_where_workers_listen_is_an_address_an_interface_or_found() -> None:
+    assert address_of("10.0.0.7", "127.0.0.1", 8118) == "10.0.0.7"
+    assert address_of("lo", "10.0.0.1", 8118) == "127.0.0.1"
+    assert address_of("auto", "127.0.0.1", 8118) == "127.0.0.1"
+    with pytest.raises(OSError):
+        address_of("auto", "no-such-host.invalid", 8118)
+    assert environment_findings({"MS_WORKER_IP": "lo"}) == ([], [])
+    (problem,), _ = environment_findings({"MS_WORKER_IP": "192.0.2.7"})
+    assert "cannot listen on 192.0.2.7, their MS_WORKER_IP (Cannot assign" in problem
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (problem,), _ = environment_findings({"GS_WORKER_PORTS": f"{port}-{port}"})
+    assert f"no port from {port} to {port} is free on 127.0.0.1" in problem
 
 
 def test_folders_that_are_missing_or_full_are_found(

@@ -267,13 +267,14 @@ def test_a_spare_host_has_the_certificates_of_all_who_may_come() -> None:
         spares=(JobHost("c", range(0)),),
     )  # fmt: skip
     options = JobOptions(3, None, "", None, Path("/certs"), Path("train.py"), ())
-    wanted = setups(options, remote, "10.0.0.1", 30.0)
+    wanted = setups(options, remote, "10.0.0.1", 30.0, {"GS_WORKER_PORTS": "41000-41009"})
     assert {name: one.holders for name, one in wanted.items()} == {
         "a": ("scheduler", "worker-0"),
         "b": ("worker-1", "worker-2"),
         "c": ("worker-1", "worker-2"),
     }
     assert [one.has_scheduler for one in wanted.values()] == [True, False, False]
+    assert {one.worker_ports for one in wanted.values()} == {(41000, 41009)}
 
 
 def test_the_scheduler_listens_where_ssh_has_reached_the_first_host() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from graphsplit.security.grpc_ports import first_metadata
+from graphsplit.errors import ConfigurationError
+from graphsplit.security.grpc_ports import ANY_PORT, first_metadata, free_ports
+from graphsplit.transport import Hub
 
 
 class Call:
@@ -34,6 +37,28 @@ class Call:
 
     def close(self) -> None:
         self._told.set()
+
+
+def test_only_free_ports_of_a_range_are_taken() -> None:
+    assert list(free_ports("127.0.0.1", ANY_PORT)) == [0]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert port not in list(free_ports("127.0.0.1", (port, port)))
+        ports = (min(port, 65_533), min(port, 65_533) + 2)
+        found = list(free_ports("127.0.0.1", ports))
+        assert set(found) <= set(range(ports[0], ports[1] + 1)) - {port}
+    assert list(free_ports("127.0.0.1", (port, port))) == [port]
+    assert list(free_ports("192.0.2.1", (port, port))) == []
+
+
+def test_a_worker_listens_on_a_port_of_its_range_or_says_that_none_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    first = Hub(bind_host="127.0.0.1", mode="grpc", ports=(port, port))
+    assert first.endpoints["grpc"] == f"127.0.0.1:{port}"
+    with pytest.raises(ConfigurationError, match=rf"from {port} to {port},.*(\n.*)two ports for"):
+        Hub(bind_host="127.0.0.1", mode="grpc", ports=(port, port))
+    first.close()
 
 
 def test_what_the_other_end_says_first_is_waited_for() -> None:

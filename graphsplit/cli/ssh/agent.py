@@ -191,8 +191,10 @@ class Agent:
             reserved = self._reserved.enter_context(reserve(setup.host, port))
             port = int(reserved.getsockname()[1])
         self._address = worker_address(os.environ, setup.host, port)
-        own_host = {**os.environ, **self._address}.get("MS_WORKER_IP", "").strip() or LOOPBACK[0]
-        listener = self._reserved.enter_context(reserve_for_workers(own_host))
+        named = {**os.environ, **self._address}.get("MS_WORKER_IP", "").strip() or LOOPBACK[0]
+        scheduler, ports = (setup.host, port), setup.worker_ports
+        listener = self._reserved.enter_context(reserve_for_workers(named, scheduler, ports))
+        own_host, own_port = listener.getsockname()[:2]
         self._heard_s, self._silence_s = time.monotonic(), setup.silence_s
         own_folder = tempfile.TemporaryDirectory(prefix="graphsplit-")
         self._folder = self._stack.enter_context(own_folder)
@@ -213,7 +215,7 @@ class Agent:
         self._start = self._stack.enter_context(
             starting(options, self._say, self._wait, _Stop(self))
         )
-        return frames.HostReady(port, own_host, int(listener.getsockname()[1]), digest)
+        return frames.HostReady(port, own_host, own_port, digest)
 
     def _say(self, text: str) -> None:
         """Under the name of the process that is being started."""

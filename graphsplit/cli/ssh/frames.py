@@ -32,6 +32,7 @@ class Setup:
         host: Where the scheduler listens; as this host's own address if it has the scheduler.
         port: Its port; 0 for a free one, which this host finds.
         has_scheduler: Whether this host starts it.
+        worker_ports: The first and the last port that workers may take; 0: any.
     """
 
     workdir: str
@@ -45,6 +46,7 @@ class Setup:
     host: str
     port: int
     has_scheduler: bool
+    worker_ports: tuple[int, int]
 
 
 @dataclass(frozen=True)

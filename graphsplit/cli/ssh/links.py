@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import click
 
 from graphsplit.cli.ssh.frames import DialedPort
-from graphsplit.launchers.ports import find_free_port, holder_of
+from graphsplit.launchers.ports import address_of, find_free_port, holder_of
+from graphsplit.security.grpc_ports import free_ports
 
 _DIAL_S = 5.0
 _MOST_WAITING = 4096  # who dials is not answered, so as many wait as there are hosts
@@ -41,17 +42,32 @@ def reserve(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def reserve_for_workers(host: str) -> socket.socket:
-    """Listen where workers of this host will, on a port that the kernel gives, as theirs are.
+def reserve_for_workers(
+    named: str, scheduler: tuple[str, int], ports: tuple[int, int]
+) -> socket.socket:
+    """Listen where workers of this host will, on one of the ports that they may take.
+
+    Args:
+        named: What ``MS_WORKER_IP`` says.
+        scheduler: Where the scheduler listens.
+        ports: The first and the last port; 0 for one that the kernel gives.
 
     Raises:
         click.ClickException: It cannot be; says why, and the fix.
     """
     try:
-        return _listening(host, 0)
+        host = address_of(named, *scheduler)
+        port = next(free_ports(host, ports), None)
+        if port is None:
+            _listening(host, 0).close()  # or the address is none of this host
+            raise click.ClickException(
+                f"no port from {ports[0]} to {ports[1]} is free on {host} (GS_WORKER_PORTS)\n"
+                f"  Fix: name a longer range, with two ports for each worker of a host"
+            )
+        return _listening(host, port)
     except OSError as error:
         raise click.ClickException(
-            f"its workers cannot listen on {host}, their MS_WORKER_IP ({_why(error)})\n"
+            f"its workers cannot listen on {named}, their MS_WORKER_IP ({_why(error)})\n"
             f"  Fix: set MS_WORKER_IP on that host to one of its own addresses, or unset it there"
         ) from None
 

@@ -15,6 +15,7 @@ from graphsplit.cli.ssh.frames import DialedPort, Facts, HostReady, Setup
 from graphsplit.cli.ssh.meeting import answers
 from graphsplit.cli.ssh.options import RemoteJob
 from graphsplit.security.protection import is_loopback
+from graphsplit.settings import worker_ports
 
 
 def scheduler_address(facts: Mapping[str, Facts], named: str) -> str:
@@ -39,7 +40,11 @@ def scheduler_address(facts: Mapping[str, Facts], named: str) -> str:
 
 
 def setups(
-    options: JobOptions, remote: RemoteJob, address: str, silence_s: float
+    options: JobOptions,
+    remote: RemoteJob,
+    address: str,
+    silence_s: float,
+    variables: Mapping[str, str],
 ) -> dict[str, Setup]:
     """The part of a job that each host is to be ready for; the first one has the scheduler, too.
 
@@ -48,6 +53,7 @@ def setups(
         remote: Its hosts.
         address: Where the scheduler listens.
         silence_s: How long the launcher may be silent.
+        variables: Those that its processes will have.
     """
     found = {}
     movable = [rank for host in remote.hosts[1:] for rank in host.ranks]
@@ -67,6 +73,7 @@ def setups(
             address,
             options.port or 0,
             is_first,
+            worker_ports(variables),
         )
     return found
 

@@ -114,7 +114,7 @@ def supervise_hosts(
     Raises:
         HostError: Some cannot take part; names each, and the fix.
     """
-    address, port, remarks = _prepared(options, remote, hosts, beginning.silence_s)
+    address, port, remarks = _prepared(options, remote, hosts, beginning)
     for line in remarks:
         console.say(f"graphsplit: {line}")
     specs = _specs(options, beginning.variables, address, port)
@@ -169,7 +169,7 @@ def _prepared(
     options: JobOptions,
     remote: RemoteJob,
     hosts: Mapping[str, HostConnection],
-    silence_s: float,
+    start: JobStart,
 ) -> tuple[str, int, list[str]]:
     """Where the scheduler will listen, and what the user should know of the hosts.
 
@@ -179,7 +179,7 @@ def _prepared(
     facts, problems = answers(hosts, frames.Facts)
     _require_none(problems + problems_of(facts))
     address = scheduler_address(facts, remote.address)
-    wanted = setups(options, remote, address, silence_s)
+    wanted = setups(options, remote, address, start.silence_s, start.variables)
     ready, problems = get_ready(hosts, wanted)
     _require_none(problems)
     _require_none(reach_each_other(hosts, wanted, ready)[1])

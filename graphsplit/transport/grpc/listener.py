@@ -13,7 +13,13 @@ import grpc
 from graphsplit.errors import ConfigurationError
 from graphsplit.logs import say
 from graphsplit.security.connections import ConnectionWatch
-from graphsplit.security.grpc_ports import add_port, keepalive, server_limits
+from graphsplit.security.grpc_ports import (
+    ANY_PORT,
+    add_port,
+    free_ports,
+    keepalive,
+    server_limits,
+)
 from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
 from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
 from graphsplit.transport.grpc.calls import CARRY, PULL
@@ -87,6 +93,7 @@ class GrpcListener:
         protection: What protects the streams.
         num_workers: How many workers the job has: bounds how many streams may be open.
         silence_s: How long nothing may come back from a peer.
+        ports: The first and the last port that may be taken; 0: any.
 
     Attributes:
         address: ``host:port``, for peers to dial.
@@ -101,6 +108,7 @@ class GrpcListener:
         protection: Protection = UNPROTECTED,
         num_workers: int = MAX_WORKERS,
         silence_s: float = NODE_TIMEOUT_S,
+        ports: tuple[int, int] = ANY_PORT,
     ) -> None:
         require_protection(bind_host, protection, what="this worker")
         self.protection = protection
@@ -119,12 +127,16 @@ class GrpcListener:
         self._server = grpc.server(
             _DaemonThreads(), options=options, maximum_concurrent_rpcs=max_streams
         )
-        port = add_port(self._server, f"{host}:0", protection)
+        added = (add_port(self._server, f"{host}:{one}", protection)
+                 for one in free_ports(bind_host, ports))  # fmt: skip
+        port = next(filter(None, added), 0)
         if port == 0:
             self.close()
+            among = "" if ports == ANY_PORT else f", on a port from {ports[0]} to {ports[1]},"
             raise ConfigurationError(
-                f"cannot listen on {bind_host!r} for values from other workers\n"
-                f"  Fix: MS_WORKER_IP must be an address of this machine"
+                f"cannot listen on {bind_host!r}{among} for values from other workers\n"
+                f"  Fix: MS_WORKER_IP must be an address of this machine; GS_WORKER_PORTS, a range "
+                f"with two ports for each worker of a machine"
             )
         self.address = f"{host}:{port}"
         self._connections = ConnectionWatch(
