@@ -19,6 +19,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
+# Before gRPC is: else its handlers may end what a test starts, between fork and exec.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file
 
