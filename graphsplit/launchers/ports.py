@@ -7,7 +7,6 @@ import fcntl
 import os
 import secrets
 import socket
-import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def address_of(named: str, host: str, port: int) -> str:
     if named not in (name for _, name in socket.if_nameindex()):
         return named
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("256s", named.encode()[:15])
+        asked = named.encode()[:15].ljust(256, b"\0")
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
 
 
