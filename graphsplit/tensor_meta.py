@@ -42,7 +42,10 @@ def _size(size: int | torch.SymInt) -> int:
     expression = size.node.expr
     if expression.is_number:
         return int(expression)
-    return DynamicSize(int(size.node.shape_env.bound_sympy(expression).upper), str(expression))
+    largest = size.node.shape_env.bound_sympy(expression).upper
+    if not largest.is_Integer:
+        raise OverflowError(f"size {expression} has no bound")
+    return DynamicSize(int(largest), str(expression))
 
 
 @dataclass(frozen=True)

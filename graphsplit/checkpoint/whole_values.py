@@ -4,27 +4,17 @@ All workers run the script, so all come to ``prune.l1_unstructured(net.fc, "weig
 the values that live on one worker are given to all, the function runs on each as in one process,
 and what lives elsewhere is freed again; what it has made is on every worker, as before a first
 step.
-
-Scripts hold these functions under names of their own (``from torch.nn.utils... import``), so it is
-their code that is replaced.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim.swa_utils import AveragedModel
 
 from graphsplit.capture.state.kept_tensors import buffer_behind
 from graphsplit.capture.state.kept_value import KeptValue
@@ -35,67 +25,28 @@ from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.replaced import (
+    FILLING,
+    LOOKING,
+    call_instead,
+    copy_modules_by,
+    deep_copy,
+)
 from graphsplit.torch_ext.stand_ins import as_ordinary, in_form
 
-# They look at the values of the modules that they are given.
-LOOKING: tuple[Any, ...] = (
-    prune.identity,
-    prune.random_unstructured,
-    prune.l1_unstructured,
-    prune.random_structured,
-    prune.ln_structured,
-    prune.global_unstructured,
-    prune.custom_from_mask,
-    prune.remove,
-    parametrize.register_parametrization,
-    parametrize.remove_parametrizations,
-    parametrize.transfer_parametrizations_and_params,
-    parametrizations.orthogonal,
-    parametrizations.weight_norm,
-    parametrizations.spectral_norm,
-    torch.nn.utils.weight_norm,
-    torch.nn.utils.remove_weight_norm,
-    torch.nn.utils.spectral_norm,
-    torch.nn.utils.remove_spectral_norm,
-    AveragedModel.update_parameters,
-)
-# They fill one tensor, by its form alone; torch lets no stand-in answer for itself there.
-FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
-
-_FEED = str(Path(__file__).parents[1] / "feeding" / "feed.py")  # reads in a generator
 _here = threading.local()  # .is_inside: values are on all workers
-_originals: list[FunctionType] = []
+_installed: list[bool] = []
 
 
 def install() -> None:
     """Have the functions ask for the values that they need, from now on, in this process."""
-    if _originals:
+    if _installed:
         return
+    _installed.append(True)
     for call, functions in ((_call_looking, LOOKING), (_call_filling, FILLING)):
         for function in functions:
-            _replace_code(function, call)
-    nn.Module.__deepcopy__ = _copied  # type: ignore[attr-defined]
-
-
-def _replace_code(function: Any, call: Callable[..., Any]) -> None:
-    """Have a function of torch call ``call(original, args, kwargs)``."""
-    original = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-    original.__kwdefaults__ = function.__kwdefaults__
-    original.__qualname__ = function.__qualname__
-    function.__signature__ = inspect.signature(function)
-    space: dict[str, Any] = {}
-    source = (
-        "def {name}(*args, **kwargs):\n"
-        "    from graphsplit.checkpoint.whole_values import {call}, _originals\n"
-        "    return {call}(_originals[{number}], args, kwargs)\n"
-    )
-    text = source.format(name=function.__name__, call=call.__name__, number=len(_originals))
-    exec(compile(text, __file__, "exec"), space)
-    _originals.append(original)
-    function.__code__ = space[function.__name__].__code__
-    function.__defaults__ = function.__kwdefaults__ = None
+            call_instead(function, call)
+    copy_modules_by(_copied)
 
 
 def _call_looking(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -152,7 +103,7 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy`` of a module."""
     tensors = _tensors_in(module)
     with _whole(tensors, "copy.deepcopy"):
-        made: Any = copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        made = deep_copy(module, memo)
     for tensor in _tensors_in(made):
         vars(tensor).pop(LEFT_OUT, None)
     return made
@@ -186,7 +137,7 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
     if not owners:
         yield
         return
-    if _is_reading():
+    if job.readers.is_drawing:
         raise ConfigurationError(
             f"{name}() of a module whose values live on several workers, by a data set: only "
             f"workers that read the data come to it\n  Fix: call it in the script or a callback."
@@ -205,16 +156,6 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
             yield
     finally:
         _here.is_inside = False
-
-
-def _is_reading() -> bool:
-    """Whether a loader is being read, of an epoch of a Model: other workers do not read it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _FEED and frame.f_code.co_name == "<genexpr>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _bring(job: Job, pairs: Iterable[tuple[torch.Tensor, int]]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from graphsplit.distribute.values import written
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import storage_of
+from graphsplit.torch_ext.attributes import base_of, storage_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
     pytree,
@@ -144,7 +144,7 @@ def _bases_alone(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 def _uses(views: Iterable[torch.Tensor]) -> dict[int, int]:
     """How often the base of each view is held, by its id."""
-    found = {id(base): base for view in views if (base := view._base) is not None}
+    found = {id(base): base for view in views if (base := base_of(view)) is not view}
     return {key: sys.getrefcount(base) for key, base in found.items()}
 
 

@@ -48,6 +48,7 @@ from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
+from graphsplit.job.readers import LoaderReaders
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.compared.announced import Note
@@ -72,6 +73,19 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
         if unplaced == "worker0" and is_leaf and next(module.parameters(), None) is not None:
             return 0
     return 0
+
+
+def _drawn(batches: Iterator[Division], readers: LoaderReaders) -> Iterator[Division]:
+    """The batches; while the loader makes one, ``readers`` say so."""
+    while True:
+        before, readers.is_drawing = readers.is_drawing, True
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            readers.is_drawing = before
+        yield batch
 
 
 FeedItem = tuple[PlannedStep, Division | None, Callable[[], None] | None]
@@ -279,7 +293,7 @@ class Feed:
         return True
 
     def _new_cursor(self) -> Iterator[Division]:
-        divisions = self._rows.divisions(self._start, leads=self._is_leading)
+        divisions = _drawn(self._rows.divisions(self._start, leads=self._is_leading), self._readers)
         with self._planner.writes.read_again():
             for _ in range(self._num_batches):
                 next(divisions, None)

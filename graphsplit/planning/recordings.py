@@ -27,7 +27,6 @@ from torch import nn
 from graphsplit.batches.batch import Signature, leaves
 from graphsplit.capture.canonical import canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
-from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
@@ -398,7 +397,7 @@ class Recordings:
         places = (*old_places, *(failure.place for failure in changed))
         try:
             lifted = self._record(mode, signature, places)
-        except (NotLiftedError, CaptureError):
+        except (CaptureError, OverflowError):  # or a size that a number decides has no bound
             lifted = None
         was = (*before.lifted(), *(failure.old for failure in changed))
         now = tuple(place.read() for place in places)

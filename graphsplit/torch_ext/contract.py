@@ -292,6 +292,37 @@ CONTRACT: tuple[PrivateName, ...] = (
         )
     ),
     *_of("torch.library", "which kernels Python has put in: others answer otherwise", "_impls"),
+    # Functions that look at values between steps: torch/nn/utils/prune.py, parametrize.py,
+    # parametrizations.py, weight_norm.py, spectral_norm.py, torch/optim/swa_utils.py.
+    *_of(
+        "torch.nn.utils.prune",
+        "its code is replaced: values that live elsewhere are brought first (replaced.py)",
+        *("identity", "random_unstructured", "l1_unstructured", "random_structured"),
+        *("ln_structured", "global_unstructured", "custom_from_mask", "remove"),
+    ),
+    *_of(
+        "torch.nn.utils.parametrize",
+        "its code is replaced likewise",
+        *("register_parametrization", "remove_parametrizations"),
+        "transfer_parametrizations_and_params",
+    ),
+    *_of(
+        "torch.nn.utils.parametrizations",
+        "its code is replaced likewise",
+        *("orthogonal", "weight_norm", "spectral_norm"),
+    ),
+    *_of(
+        "torch.nn.utils",
+        "its code is replaced likewise",
+        *("weight_norm", "remove_weight_norm", "spectral_norm", "remove_spectral_norm"),
+    ),
+    *_of("torch.optim.swa_utils", "likewise", "AveragedModel.update_parameters"),
+    # torch/nn/init.py.
+    *_of(
+        "torch.nn.init",
+        "its code is replaced: a stand-in is filled by its form (replaced.py)",
+        *("trunc_normal_", "eye_", "dirac_"),
+    ),
     # The compiler and the process groups.
     *_of("torch._inductor", "what Model(compile={'mode': ...}) stands for", "list_mode_options"),
     *_of(

@@ -7,14 +7,19 @@ it looks the name up there. ``tests/torch_contract/test_patches.py`` makes each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torch.fx.traceback
 import torch.utils.data
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
 
 Patch = tuple[Any, str]
 
@@ -45,6 +50,36 @@ ANNOTATE: Patch = (torch.fx.traceback, "annotate")
 
 # What a script's own loop reads its batches by: watched from the first such loop on.
 READ_LOADER: Patch = (torch.utils.data.DataLoader, "__iter__")
+
+# Functions between steps, which scripts hold under names of their own: their code is replaced.
+# They look at the values of the modules that they are given.
+LOOKING: tuple[Any, ...] = (
+    prune.identity,
+    prune.random_unstructured,
+    prune.l1_unstructured,
+    prune.random_structured,
+    prune.ln_structured,
+    prune.global_unstructured,
+    prune.custom_from_mask,
+    prune.remove,
+    parametrize.register_parametrization,
+    parametrize.remove_parametrizations,
+    parametrize.transfer_parametrizations_and_params,
+    parametrizations.orthogonal,
+    parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+    torch.nn.utils.weight_norm,
+    torch.nn.utils.remove_weight_norm,
+    torch.nn.utils.spectral_norm,
+    torch.nn.utils.remove_spectral_norm,
+    AveragedModel.update_parameters,
+)
+# They fill one tensor, by its form alone; torch lets no stand-in answer for itself there.
+FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
+
+# ``call(original, args, kwargs)``: instead of the function.
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []  # the code below calls these
 
 MISSING: Any = object()  # a class has no attribute of its own of that name
 
@@ -81,3 +116,34 @@ def outside(holder: Any, name: str, now: Any) -> Any:
         now: What stands there now.
     """
     return _OUTSIDE.get((id(holder), name), now)
+
+
+def call_instead(function: Any, call: Call) -> None:
+    """Have a function of torch call another one, with itself as it was, from now on."""
+    original = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    original.__qualname__ = function.__qualname__
+    function.__signature__ = inspect.signature(function)
+    space: dict[str, Any] = {}
+    text = (
+        f"def {function.__name__}(*args, **kwargs):\n"
+        f"    from graphsplit.torch_ext.replaced import _calls\n"
+        f"    return _calls[{len(_calls)}](args, kwargs)\n"
+    )
+    exec(compile(text, __file__, "exec"), space)
+    _calls.append(lambda args, kwargs: call(original, args, kwargs))
+    function.__code__ = space[function.__name__].__code__
+    function.__defaults__ = function.__kwdefaults__ = None
+
+
+def copy_modules_by(copied: Callable[[nn.Module, dict[int, Any]], Any]) -> None:
+    """Have ``copy.deepcopy`` of a module call a function with the module and its memo."""
+    nn.Module.__deepcopy__ = copied  # type: ignore[attr-defined]
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """The copy that ``copy.deepcopy`` makes of a module by itself."""
+    made: Any = copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+    return made

@@ -368,6 +368,21 @@ def test_forward_counts_in_a_container_inside_another(microbatches: int) -> None
     )
 
 
+class Resized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.size = nn.Conv1d(1, 4, 3), nn.Linear(4, 2), 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.interpolate(x[:, None], size=self.size, mode="linear")
+        made: torch.Tensor = self.second(self.first(x).relu().mean(-1))
+        return made
+
+
+def test_a_size_that_grows_is_no_operand_but_a_graph_each() -> None:
+    follows(_set("size", lambda step: 4 + step // 2 * 2), make_network=Resized)
+
+
 class CountsUses(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.uses = getattr(self.weight, "uses", 0) + 1

@@ -21,6 +21,7 @@ import graphsplit as gs
 from graphsplit.checkpoint import whole_values
 from graphsplit.errors import ConfigurationError
 from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.torch_ext.replaced import FILLING, LOOKING
 
 assert threads_as_workers
 pytestmark = [
@@ -205,11 +206,10 @@ def test_a_data_set_that_prunes_is_refused_by_name() -> None:
 
 
 def test_functions_of_torch_keep_their_names_and_arguments() -> None:
-    before = [inspect.signature(f) for f in (*whole_values.LOOKING, *whole_values.FILLING)]
+    functions = (*LOOKING, *FILLING)
+    before = [inspect.signature(function) for function in functions]
     whole_values.install()
-    for function, signature in zip(
-        (*whole_values.LOOKING, *whole_values.FILLING), before, strict=True
-    ):
+    for function, signature in zip(functions, before, strict=True):
         assert inspect.signature(function) == signature
         assert function.__name__ in inspect.getsource(inspect.getmodule(function) or torch)
     layer = nn.Linear(4, 4)

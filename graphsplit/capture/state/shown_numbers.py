@@ -16,6 +16,7 @@ import torch
 
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.guards.values import SYMBOLIC
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.private import disable_current_modes, pytree
 
 # Of whole numbers, what Python computes as torch does.
@@ -145,14 +146,14 @@ def run_on_numbers(
     )
     with disable_current_modes(), torch.no_grad():
         real = {c: torch.full_like(c.form, 1 if is_symbolic else numbers[c]) for c in cells}
-        before = {cell: tensor._version for cell, tensor in real.items()}
+        before = {cell: writes_of(tensor) for cell, tensor in real.items()}
         stands = {n: real[one.cell].view(one.form.shape) for n, (_, one) in leaves.items()}
         args, kwargs = pytree.tree_map(lambda v: _standing(v, stands), given)
         try:
             result = function(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise NotLiftedError(f"{_words(name)}: {error}") from None
-        written = {c: t.item() for c, t in real.items() if t._version != before[c]}
+        written = {c: t.item() for c, t in real.items() if writes_of(t) != before[c]}
         number = None
         if is_symbolic and name not in VIEWING:
             values = [numbers[leaves[id(v)][1].cell] if id(v) in leaves else v for v in given[0]]

@@ -34,7 +34,7 @@ from graphsplit.capture.state.shown_numbers import (
 from graphsplit.guards.places import NUMBER_OF, Place, PlaceKind
 from graphsplit.guards.tensor_attributes import Tensors
 from graphsplit.guards.values import SYMBOLIC
-from graphsplit.torch_ext.attributes import buffers_of
+from graphsplit.torch_ext.attributes import buffers_of, storage_of, writes_of
 from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import FakeTensor, disable_current_modes, pytree
 from graphsplit.torch_ext.steering import recorded_apart
@@ -131,7 +131,7 @@ class Steering(TorchCalls):
         """
         for constant, version, cell, num_writes in self._constants:
             is_stale = num_writes is not None and cell.num_writes != num_writes
-            if constant._version != version or is_stale:
+            if writes_of(constant) != version or is_stale:
                 raise NotFollowedError(
                     "a buffer whose value steers Python code is written to", cell.origins
                 )
@@ -225,15 +225,15 @@ class Steering(TorchCalls):
             return new
 
         args, kwargs = pytree.tree_map(constant, (args, kwargs))
-        versions = [new._version for new, _ in made]
+        versions = [writes_of(new) for new, _ in made]
         result = function(*args, **kwargs)
         views = {
-            leaf.untyped_storage()._cdata
+            storage_of(leaf)
             for leaf in pytree.tree_leaves(result)
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         }
         for (new, cell), version in zip(made, versions, strict=True):
-            is_viewed = new.untyped_storage()._cdata in views
+            is_viewed = storage_of(new) in views
             self._constants.append((new, version, cell, cell.num_writes if is_viewed else None))
         return result
 
