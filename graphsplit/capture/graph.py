@@ -285,11 +285,11 @@ class CapturedGraph:
     def has_terms_before(self, value: int) -> bool:
         """Whether a sum of a value's gradients begins with what comes from outside the graph.
 
-        The script uses an output after the network; and of several calls under one backward, the
-        gradients of the later ones come before those of the earlier ones.
+        The script uses an output, and may use an input, after the network; and of several calls
+        under one backward, the gradients of the later ones come before those of the earlier ones.
         """
-        is_parameter = self.nodes[value].kind is NodeKind.PARAMETER
-        return self.mode is Mode.CALL and (is_parameter or value in self.given_roots)
+        is_shared = self.nodes[value].kind in (NodeKind.PARAMETER, NodeKind.INPUT)
+        return self.mode is Mode.CALL and (is_shared or value in self.given_roots)
 
     def code_of_branches(self) -> list[str]:
         """The code of graphs inside this one: numbers stand in it that are no operand of it."""

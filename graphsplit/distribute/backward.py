@@ -264,7 +264,7 @@ def _inner(one: Any) -> Any:
     """A tensor of the script's autograd graph; None for a parameter, which calls are given."""
     if in_loop(one) is not None:
         return None
-    return one.held if isinstance(one, LoopValue) else one
+    return one.whole if isinstance(one, LoopValue) else one
 
 
 def _listed(given: Any) -> list[Any]:
@@ -300,15 +300,19 @@ def _refuse_split_sums(steps: Sequence[Any]) -> None:
     for step in steps:
         for index, _ in getattr(getattr(step, "graphsplit_call", None), "sums_of_inputs", ()):
             # Before the inputs that gradients flow into, there is the anchor.
-            if uses[step.next_functions[1 + index]] > 1:
-                raise ConfigurationError(
-                    "a distributed network uses an input several times, and the script uses it "
-                    "too: the gradients of such an input cannot be added up in eager's order\n"
-                    "  Fix: pass input.clone() to the network."
-                )
+            source = step.next_functions[1 + index]
+            if uses[source] > 1 and _is_used_later(source, step, steps):
+                raise ConfigurationError(_INPUT_USED_AGAIN)
     split = [step for step in steps if uses[step, 0] > 1 and _is_gathering(step)]
     if split:
         _refuse_later_uses(steps, split)
+
+
+def _is_used_later(source: Any, step: Any, steps: Sequence[Any]) -> bool:
+    """Whether a later use of an input, or another one of the same call, gives it a gradient."""
+    users = [other for other in steps for one in other.next_functions if one == source]
+    number = sequence_number(step)
+    return users.count(step) > 1 or any(sequence_number(one) > number for one in users)
 
 
 def _is_gathering(step: Any) -> bool:
@@ -373,6 +377,11 @@ def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> N
                 raise ConfigurationError(_HOOKED.format(placed.graph.nodes[position].target))
 
 
+_INPUT_USED_AGAIN = (
+    "a distributed network uses an input several times, and a later line uses it too: the "
+    "gradients of such an input cannot be added up in eager's order\n"
+    "  Fix: pass input.clone() to the network, there and in one process."
+)
 _USED_AGAIN = (
     "one operation of the script uses a parameter, or a value of another worker, several times (as "
     "functional.normalize does), and a later line uses it too: its gradients cannot be added up in "

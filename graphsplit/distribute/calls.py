@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class Call:
         state: What forward has left for backward.
         is_spent: Whether backward has run.
         entered: Inputs that gradients flow into, as the script gave them, by node.
+        passed: Those among them whose later uses come through this call, by their place.
     """
 
     network: NetworkCalls
@@ -88,6 +90,7 @@ class Call:
     state: StepState
     is_spent: bool = field(default=False)
     entered: dict[int, Any] = field(default_factory=dict)
+    passed: list[int] = field(default_factory=list)
 
     @property
     def sums_of_inputs(self) -> list[tuple[int, int]]:
@@ -98,6 +101,18 @@ class Call:
             for index, node in enumerate(self.entered)
             if len(uses := plan.gradient_uses.get(node, ())) > 1
             or any(node in plan.placed.graph.nodes[p].repeated for p, _ in uses)
+        ]
+
+    def _passed(self) -> list[int]:
+        """Inputs that are given on: what later uses give is the first term of their sum here."""
+        nodes, uses = self.plan.plan.placed.graph.nodes, self.plan.plan.gradient_uses
+        times = Counter(id(v.held) for v in self.entered.values() if isinstance(v, LoopValue))
+        return [
+            index
+            for index, node in self.sums_of_inputs
+            if isinstance(value := self.entered[node], LoopValue)
+            and times[id(value.held)] == 1
+            and not any(node in nodes[p].repeated for p, _ in uses[node])
         ]
 
     def outputs(self, given: Arguments, loop: Loop) -> Any:
@@ -117,7 +132,10 @@ class Call:
             self.entered = {node: arguments[place] for node, place in graph.entered.items()}
             anchor = torch.zeros((), requires_grad=True)
             entered = [v.held if isinstance(v, LoopValue) else v for v in self.entered.values()]
+            self.passed = self._passed()
             found = list(_called(self, loop, nodes, found, anchor, *entered))
+            for index in reversed(self.passed):
+                [*self.entered.values()][index].pass_through(found.pop())
         made.clear()
         number = loop.taken.next()
         values: dict[int, Any] = {
@@ -127,6 +145,19 @@ class Call:
             for node, tensor in zip(nodes, found, strict=True)
         }
         return unflatten_outputs(graph, values, arguments, self.plan.numbers)
+
+    def give_later(self, gradients: Sequence[torch.Tensor | None], loop: Loop) -> dict[int, Any]:
+        """Move what later uses of inputs gave to where its sum goes on; those that are here."""
+        given, entered = {}, list(self.entered.items())
+        for index, gradient in zip(self.passed, gradients, strict=True):
+            node, value = entered[index]
+            source = self.plan.plan.worker_of_sum(node)
+            value.take_back()
+            if gradient is not None and source != value.home:
+                gradient = loop.move(gradient, value.home, source)
+            if gradient is not None and source == loop.rank:
+                given[node] = gradient
+        return given
 
     def gradient_of_input(self, node: int, loop: Loop) -> torch.Tensor | None:
         """The gradient of an input, where the input is: on its worker, or on all."""
@@ -173,18 +204,23 @@ class _Called(Function):
         graph = call.plan.plan.placed.graph
         fixed = [f for n, f in zip(nodes, found, strict=True) if n not in graph.given_roots]
         ctx.mark_non_differentiable(*fixed)
-        return tuple(found)
+        return *found, *(entered[index].detach() for index in call.passed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call, workers = ctx.graphsplit_call, ctx.graphsplit_call.plan.plan.placed.workers
+        own, later = gradients[: len(ctx.nodes)], gradients[len(ctx.nodes) :]
+        if later and all(gradient is None for gradient in own):  # the call itself has no part
+            passed = dict(zip(call.passed, later, strict=True))
+            return None, None, None, None, None, *map(passed.get, range(len(call.entered)))
         given = {
             node: gradient
-            for node, gradient in zip(ctx.nodes, gradients, strict=True)
+            for node, gradient in zip(ctx.nodes, own, strict=True)
             if gradient is not None and workers[node] == ctx.loop.rank
         }
         ctx.loop.totals_now()
         call.is_spent = True
+        given |= call.give_later(later, ctx.loop)
         call.network.backward(call, given, is_followed=ctx.loop.is_followed)
         inputs = [call.gradient_of_input(node, ctx.loop) for node in call.entered]
         return None, None, None, None, None, *inputs

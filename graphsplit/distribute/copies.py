@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.distribute.values import written
+from graphsplit.distribute.forms import written
 from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import base_of, storage_of
 from graphsplit.torch_ext.private import (

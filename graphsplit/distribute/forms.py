@@ -33,6 +33,12 @@ from graphsplit.torch_ext.private import (
 CPU = torch.device("cpu")
 _STRIDED, _TENSOR = torch.strided, torch.Tensor
 
+_OPERATORS = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv"),
+    *("mod", "pow", "and", "or", "xor"),
+)
+_IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
+
 _MOST = 4096  # forms of operations remembered; then all are found out anew
 _PLAIN = frozenset(
     (
@@ -243,3 +249,12 @@ def refuse_cached_cast(what: str) -> None:
             f"block: its gradients would be added up in another order\n"
             f"  Fix: use it inside the network's forward, or outside of the block."
         )
+
+
+def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands that an operation writes to."""
+    target = kwargs.get("out")
+    is_method = name.endswith("_") and not name.endswith("__")
+    if target is None and (is_method or name in _IN_PLACE_OPERATORS):
+        target = args[0] if args else next(iter(kwargs.values()))
+    return [] if target is None else pytree.tree_leaves(target)

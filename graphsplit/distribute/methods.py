@@ -87,10 +87,16 @@ def _hooked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         found = hook(given)
         return found.at(value.home) if isinstance(found, LoopValue) else found
 
-    return value.held.register_hook(run)
+    return value.whole.register_hook(run)
+
+
+def _retained(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    value = as_value(args[0])
+    func(value.whole if isinstance(value, LoopValue) else value)
 
 
 _OF_MEMORY = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "__dlpack__", "set_")
 SPECIAL.update({name: _memory for name in (*_OF_MEMORY, "__dlpack_device__", "share_memory_")})
 SPECIAL.update({name: _asked for name in _ASKING})
 SPECIAL.update(__iter__=_iterated, cpu=_cpu, __len__=_length, register_hook=_hooked)
+SPECIAL.update(retain_grad=_retained)

@@ -21,6 +21,7 @@ from graphsplit.distribute.forms import (
     follow_casts,
     refuse_cached_cast,
     shape_after,
+    written,
 )
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow
 from graphsplit.distribute.workers.loop import META, Loop, enter, move, shape_of, share
@@ -50,11 +51,6 @@ _PLAIN = frozenset({type(None), bool, int, float})  # what no operation makes an
 _MASKS = (torch.bool, torch.uint8)
 _BY_BRACKETS = frozenset({"__getitem__", "__setitem__"})
 _INDEXING = _BY_BRACKETS | {"index_put", "index_put_"}
-_OPERATORS = (
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
-    *("and", "or", "xor"),
-)
-_IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 
 
 class LoopValue(torch.Tensor):
@@ -92,8 +88,27 @@ class LoopValue(torch.Tensor):
         made: LoopValue = make_wrapper(LoopValue, inner)
         made.held, made.home, made.loop, made.number = inner, home, loop, number
         made._known, made._copies, made._is_fixed, made.parts = None, {}, False, ()
+        made._before = None
         made.mark = zlib.crc32(repr(number).encode()) if mark is None else mark
         return made
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The tensor that has the value's whole gradient: ``held``, before any call took it."""
+        before = self._before
+        return self.held if before is None or self.held.grad_fn is not before[1] else before[0]
+
+    def pass_through(self, passed: torch.Tensor) -> None:
+        """Let later uses come through a call that has used the value, which gives it on.
+
+        The gradients that they give are then the first terms of the sum in the call's backward.
+        """
+        self._before = self.whole, passed.grad_fn
+        self.held = passed
+
+    def take_back(self) -> None:
+        """The call's backward has run: use the value as before."""
+        self.held, self._before = self.whole, None
 
     def version(self) -> tuple[Any, int]:
         """A pair that changes whenever the value may have been written to, on all workers alike."""
@@ -108,6 +123,7 @@ class LoopValue(torch.Tensor):
     _is_fixed: bool
     _known: tuple[Any, torch.Tensor] | None
     _copies: dict[int, tuple[Any, torch.Tensor]]
+    _before: tuple[torch.Tensor, Any] | None
 
     def everywhere(self, what: str = "copy") -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, without history; told once.
@@ -209,7 +225,7 @@ def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
     if kind == "__get__" and name in _VIEWS:
         return _operation(func, name, args, {})
     if kind == "__get__" and name == "grad":
-        found = value.held.grad
+        found = value.whole.grad
         return (
             None
             if found is None
@@ -219,8 +235,9 @@ def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         return _set_data(value, as_value(args[1]))
     with DisableTorchFunctionSubclass():
         if kind == "__get__":
-            return func(value.held if name in _OF_INNER else value)
+            return func(value.whole if name in _OF_INNER else value)
         if name in ("requires_grad", "grad"):
+            value.take_back()
             return func(value.held, *_inside(args[1:], value.home))
     raise ConfigurationError(
         f"{name} of a value that lives on one worker was set\n  Fix: make a new value instead."
@@ -433,15 +450,6 @@ def _as_positions(name: str, indices: Any) -> Any:
         else:
             found.append(index)
     return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
-
-
-def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The operands that an operation writes to."""
-    target = kwargs.get("out")
-    is_method = name.endswith("_") and not name.endswith("__")
-    if target is None and (is_method or name in _IN_PLACE_OPERATORS):
-        target = args[0] if args else next(iter(kwargs.values()))
-    return [] if target is None else pytree.tree_leaves(target)
 
 
 def _refuse_written_leaf(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

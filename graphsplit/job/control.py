@@ -101,12 +101,15 @@ class ControlChannels(WorkerGroup):
 
     def send(self, *pieces: torch.Tensor, to: Iterable[int]) -> None:
         """See ``WorkerGroup.send``."""
-        ends = []
-        for peer in to:
+        send(self.ends(to), [octets_of(piece) for piece in pieces], topic=self.topic)
+
+    def ends(self, to: Iterable[int]) -> list[OutgoingStream]:
+        """The sending ends of the ways to workers, opened: who expects a message waits for one."""
+        peers = list(to)
+        for peer in peers:
             if peer not in self._outgoing:
                 self._outgoing[peer] = OutgoingStream(self._open_sender(self._use, peer))
-            ends.append(self._outgoing[peer])
-        send(ends, [octets_of(piece) for piece in pieces], topic=self.topic)
+        return [self._outgoing[peer] for peer in peers]
 
     def receive(
         self, size_bytes: int, *, source: int, is_exact: bool = True
@@ -116,7 +119,10 @@ class ControlChannels(WorkerGroup):
         return self._incoming[source].receive(size_bytes, is_exact=is_exact, topic=self.topic)
 
     def expect(self, source: int) -> None:
-        """Let a worker have room for what it sends next, though nobody receives yet."""
+        """Let a worker have room for what it sends next, though nobody receives yet.
+
+        Workers that send to each other open their own ends first, all then expect, and then send.
+        """
         if source not in self._incoming:
             receiver = self._open_receiver(self._use, source)
             self._incoming[source] = IncomingStream(receiver, source=source)

@@ -45,7 +45,8 @@ class StepState:
         pending: For each microbatch, weight gradients that are still to be computed, by segment.
         generators: For each microbatch, the state of its generator between random segments.
         partials: What each worker tells the others about its gradients, by worker.
-        given: Gradients of outputs that came from outside the graph, by node.
+        given: Gradients of outputs, and of inputs used later, that came from outside the graph, by
+            node.
         totals: Where calls under one backward add up their gradients: by a parameter's id, what the
             later calls have given; None where each adds to ``.grad``.
         folded: Buffers that came from another worker, while microbatches are folded into them; by

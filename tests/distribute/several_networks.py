@@ -108,6 +108,41 @@ def chained(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield backbone.state_dict(), head.state_dict(), hidden
 
 
+def attended(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A decoder that is called step by step on an encoder's value, which the script uses too."""
+    encoder, decoder = layers(8, 8, ranks=ranks[1:]), Twice()
+    placed(decoder, [decoder.first, decoder.second, decoder.last], ranks)
+    encoder, decoder = distribute(encoder), distribute(decoder)
+    both = [*encoder.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.AdamW(both, lr=0.01)
+    for _ in range(2):
+        memory = encoder(torch.randn(6, 8))
+        loss = memory.sin().mean()
+        for _ in range(3):
+            scores, same = decoder(memory, torch.ones(8))
+            loss = loss + scores.square().mean() + (same * 0.1).cos().mean()
+        loss = loss + memory.square().mean()
+        unused, _ = decoder(memory, torch.ones(8))
+        last = memory.exp().mean() * unused.detach().mean()
+        (found,) = torch.autograd.grad(loss + last, memory)
+        yield found, loss.item()
+    for _ in range(2):
+        optimizer.zero_grad()
+        memory, total = encoder(torch.randn(6, 8)), torch.zeros(())
+        memory.retain_grad()
+        for _ in range(2):
+            scores, _ = decoder(memory, torch.ones(8))
+            total = total + scores.abs().mean() + memory.tanh().mean()
+        total.backward()
+        yield memory.grad, total.item(), [p.grad for p in both]
+        optimizer.step()
+    given = encoder(torch.randn(6, 8)).detach().requires_grad_()
+    for _ in range(2):
+        (decoder(given, torch.ones(8))[0].mean() + given.sin().sum()).backward()
+        yield given.grad, given.is_leaf
+    yield encoder.state_dict(), decoder.state_dict(), optimizer.state_dict()
+
+
 class Both(nn.Module):
     """A backbone and a head, which are networks of their own as well; one in a checkpoint."""
 
@@ -176,4 +211,4 @@ def counted(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict(), made.state_dict(), optimizer.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained, nested, counted)
+LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained, attended, nested, counted)

@@ -15,6 +15,7 @@ from transport_helpers import DEADLINE_S, MakeWorkers, spec_of, start
 
 from graphsplit.errors import FrameError, JobFailedError, ReceiveTimeoutError, TransportError
 from graphsplit.failure import FailureCause
+from graphsplit.job.control import ControlChannels
 from graphsplit.transport import ChannelSpec, credit, memory
 from graphsplit.transport.dtypes import CODE_OF, carrier_of
 from graphsplit.transport.shm import region
@@ -61,6 +62,23 @@ def test_values_arrive_in_the_order_they_were_sent(make: MakeWorkers) -> None:
         value = receiver.receive(step=step, microbatch=step % 3)
         assert value is not None and value.tolist() == [step] * 4
     sending.result(DEADLINE_S)
+
+
+def test_workers_that_all_send_before_they_receive_do_not_wait_for_each_other(
+    make: MakeWorkers,
+) -> None:
+    groups = [ControlChannels(t, rank, 3) for rank, t in enumerate(make(3).transports)]
+
+    def talk(group: ControlChannels) -> list[int]:
+        others = group.others(group.rank)
+        group.ends(others)
+        for peer in others:
+            group.expect(peer)
+        group.send(torch.tensor([group.rank], dtype=torch.uint8), to=others)
+        return [int(next(group.receive(1, source=peer))) for peer in others]
+
+    talks = [start(functools.partial(talk, group)) for group in groups]
+    assert [one.result(DEADLINE_S) for one in talks] == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_send_waits_at_the_depth_and_goes_on_when_a_value_is_taken(make: MakeWorkers) -> None:

@@ -170,22 +170,24 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
     """
     group, here = loop.job.asked, Here(loop.job, loop.taken, "backward()")
     own = [value for value in values if value.home == loop.rank]
+    homes = sorted({value.home for value in values} - {loop.rank})
+    others = group.others(loop.rank)
+    if own:
+        group.ends(others)
+    for home in homes:
+        group.expect(home)  # before this worker sends: who sends waits for room
     with DisableTorchFunctionSubclass(), torch.no_grad():
         if own:
             told = [(loop.is_own_memory(v.held), v.held.clone()) for v in own]
             pieces = [piece for one, number in told for piece in (torch.tensor([one]), number)]
             with here.about(_OF_BACKWARD):
-                group.send(here.told(), *pieces, to=group.others(loop.rank))
+                group.send(here.told(), *pieces, to=others)
             for value, (is_fixed, number) in zip(own, told, strict=True):
                 value.learn(number, is_fixed=is_fixed, version=value.version())
     checksum = loop.taken.checksum
     of_others = {
-        home: [(value, value.version()) for value in values if value.home == home]
-        for home in sorted({value.home for value in values} - {loop.rank})
+        home: [(value, value.version()) for value in values if value.home == home] for home in homes
     }
-
-    for home in of_others:
-        group.expect(home)  # it waits for room, while its part of backward is waited for
 
     def learn() -> None:
         with DisableTorchFunctionSubclass(), torch.no_grad(), here.about(_OF_BACKWARD):

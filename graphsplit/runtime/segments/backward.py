@@ -219,7 +219,7 @@ class BackwardBinder:
         terms = self._plan.gradient_sums[value]
         if self._plan.placed.graph.nodes[value].kind is NodeKind.INPUT:
             return lambda state: state.of_inputs.update(
-                {value: gradient_sum(_terms(state, microbatch, terms))}
+                {value: gradient_sum((state.given.get(value), *_terms(state, microbatch, terms)))}
             )
         own = [index for index, term in enumerate(terms) if term.contribution is not None]
         parameter = self._state[value]
