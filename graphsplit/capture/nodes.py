@@ -16,6 +16,7 @@ from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
 from graphsplit.capture.numbers.sizes import check_known, is_number
 from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded
 from graphsplit.capture.operations.effects import (
+    HIDDEN_WRITES,
     alias_roots,
     draws_from_process,
     is_random,
@@ -29,6 +30,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.torch_ext.attributes import schema_of
 from graphsplit.torch_ext.private import OperatorBase
 from graphsplit.torch_ext.steering import steers
 
@@ -215,7 +217,7 @@ class NodeBuilder:
             arguments=_arguments(fx_node, self._position),
         )
         self._append(fx_node, node)
-        if node.requires_grad:
+        if node.requires_grad and _says_what_it_writes(fx_node):
             self._note_written_with_grad(written)
 
     def _note_written_with_grad(self, written: tuple[FxNode, ...]) -> None:
@@ -306,6 +308,12 @@ class NodeBuilder:
         if found is None:  # elements have one operand; of higher-order operations nothing is known
             return tuple(sorted({self._position[n] for n in operands}))
         return tuple(sorted(self._position[n] for n in found.repeated))
+
+
+def _says_what_it_writes(fx_node: FxNode) -> bool:
+    """False of norms, which write running statistics: those never carry a gradient."""
+    schema = schema_of(fx_node.target)
+    return schema is None or schema.name not in HIDDEN_WRITES
 
 
 def users_name(qualified: str) -> str:

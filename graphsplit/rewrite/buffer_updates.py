@@ -3,17 +3,19 @@
 Replicas do not wait for each other. But running statistics must meet the microbatches in order, and
 these are elsewhere. Nothing in a training step looks at them, so the step is the same without::
 
-    batch_norm(x, w, b, mean, var, True)   =>   batch_norm(x, w, b, None, None, True)
-                                                fold: batch_norm_update_stats(x, mean, var)
+    batch_norm(x, w, b, mean, var, True, 0.1)   =>   m, v = zeros, zeros
+                                                     batch_norm(x, w, b, m, v, True, 1.0)
+                                                     fold: m and v into mean and var, later
 
-``x`` is kept until its microbatch's turn has come. The same holds for every buffer of which nobody
-reads more than its own updates do: counters, moving averages of what forward has computed.
+With a momentum of 1 the norm leaves the statistics of its own input; see ``rewrite.statistics``.
+They, and ``x``, are kept until their microbatch's turn has come. The same holds for every buffer of
+which nobody reads more than its own updates do: counters, moving averages of what forward computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,7 @@ from graphsplit.capture.checkpoints import CHECKPOINT_KEY
 from graphsplit.capture.graph import BufferUpdate, CapturedGraph, NodeKind
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.rewrite.rebuild import rebuild_nodes
+from graphsplit.rewrite.statistics import fold_statistics
 from graphsplit.torch_ext.private import OpOverload
 
 _BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -39,22 +42,45 @@ def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
     found = list(_Finder(graph).updates())
     if not found:
         return graph
-    updates = tuple(_fold(graph, update) for update in found)
     taken = {op for update in found for op in update.operations}
     made = Graph()
     made.owning_module = graph.fx_owner  # type: ignore[assignment]
     copies: dict[FxNode, FxNode] = {}
+    origins: dict[str, str] = {}
     for node in graph.fx_graph.nodes:
         if node in taken and node.target is not _BATCH_NORM:
             continue
+        own = _own_statistics(node, made, copies) if node in taken else ()
+        origins.update((one.name, node.name) for one in own if one is not None)
         copies[node] = copy = made.node_copy(node, copies.__getitem__)
-        if node in taken:
-            before, after = copy.args[: _STATISTICS.start], copy.args[_STATISTICS.stop :]
-            copy.args = (*before, None, None, *after)
-    nodes, outputs = rebuild_nodes(graph, made, origins={}, runs_after={})
+        if own:
+            before, after = copy.args[: _STATISTICS.start], copy.args[_STATISTICS.stop + 1 :]
+            copy.args = (*before, *own, True, 1.0, *after[1:])
+    updates = tuple(_fold(graph, update, copies) for update in found)
+    nodes, outputs = rebuild_nodes(graph, made, origins=origins, runs_after={})
     return dataclasses.replace(
         graph, nodes=nodes, fx_graph=made, outputs=outputs, buffer_updates=updates
     )
+
+
+def _own_statistics(
+    node: FxNode, made: Graph, copies: Mapping[FxNode, FxNode]
+) -> tuple[FxNode | None, FxNode | None]:
+    """Where a norm leaves the statistics of its input; None where they are not of its dtype."""
+    x, *statistics = (node.args[0], *node.args[_STATISTICS])
+    assert isinstance(x, FxNode)
+    found: list[FxNode] = []
+    for one in statistics:
+        assert isinstance(one, FxNode)
+        value, like = one.meta["val"], x.meta["val"]
+        if value.dtype is not like.dtype:
+            return None, None
+        arguments = copies[x], list(value.shape)
+        zeros = made.call_function(torch.ops.aten.new_zeros.default, arguments)
+        zeros.meta = {**node.meta, "val": like.new_zeros(value.shape)}
+        found.append(zeros)
+    mean, var = found
+    return mean, var
 
 
 @dataclass(frozen=True)
@@ -186,23 +212,29 @@ class _Finder:
         )
 
 
-def _fold(graph: CapturedGraph, update: _Update) -> BufferUpdate:
+def _fold(graph: CapturedGraph, update: _Update, copies: Mapping[FxNode, FxNode]) -> BufferUpdate:
     made = Graph()
-    known = {node: made.placeholder(node.name) for node in (*update.buffers, *update.reads)}
     norms = [node for node in update.operations if node.target is _BATCH_NORM]
+    left = [one for node in norms for one in copies[node].args[_STATISTICS] if one is not None]
+    known = {node: made.placeholder(node.name) for node in (*update.buffers, *update.reads)}
+    own = {one: made.placeholder(one.name) for one in left if isinstance(one, FxNode)}
     for node in update.operations:
-        if node.target is _BATCH_NORM:
-            x, mean, var = (known[n] for n in (node.args[0], *node.args[_STATISTICS]))  # type: ignore[index]
+        if node.target is not _BATCH_NORM:
+            known[node] = made.node_copy(node, known.__getitem__)
+            continue
+        x, mean, var = (known[n] for n in (node.args[0], *node.args[_STATISTICS]))  # type: ignore[index]
+        statistics = [own[n] for n in copies[node].args[_STATISTICS] if isinstance(n, FxNode)]
+        if statistics:
+            made.call_function(fold_statistics, (x, mean, var, *statistics, node.args[6]))
+        else:
             arguments = (x, mean, var, node.args[6])
             made.call_function(torch.ops.aten.batch_norm_update_stats.default, arguments)
-        else:
-            known[node] = made.node_copy(node, known.__getitem__)
     made.output(())
     first = graph.nodes[graph.positions[update.operations[0].name]]
     beside = next(iter((*norms, *update.reads)), None)
     return BufferUpdate(
         tuple(node.name for node in update.buffers),
-        tuple(node.name for node in update.reads),
+        tuple(node.name for node in (*update.reads, *own)),
         beside.name if beside is not None else None,
         first.module_path,
         first.source,

@@ -36,7 +36,7 @@ def bind_fold(
     names = {node.name: p for p, node in enumerate(graph.nodes[: plan.num_values])}
     updates = [
         (
-            GraphModule(torch.nn.Module(), graph.buffer_updates[index].update),
+            GraphModule(torch.nn.Module(), graph.buffer_updates[index].update).forward,
             [chain.buffers.index(names[name]) for name in graph.buffer_updates[index].buffers],
             [source(shift + names[name], microbatch) for name in graph.buffer_updates[index].reads],
         )

@@ -1,0 +1,65 @@
+"""Running statistics that are added afterwards have the bits of a batch norm that adds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphsplit.rewrite import statistics
+from graphsplit.rewrite.statistics import adds_so, fold_statistics
+
+SHAPES = [(4, 3), (2, 32, 7), (3, 5, 4, 4), (2, 64, 8, 8), (2, 9, 2, 3, 4), (3, 1, 5), (2, 17, 1)]
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "channels last" and x.dim() > 3:
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        return x.contiguous(memory_format=last)
+    if layout == "turned":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return torch.cat([x, x], -1)[..., ::2] if layout == "with gaps" else x
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["plain", "channels last", "turned", "with gaps"])
+def test_statistics_of_any_input(
+    layout: str, dtype: Any, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_known:
+        monkeypatch.setattr(statistics, "adds_so", lambda _: False)
+    generator = torch.Generator().manual_seed(1)
+    for shape in SHAPES:
+        for momentum in (0.1, 0.01, 0.9, 1 / 3, 0.0, 1.0):
+            mean, var = torch.rand(2, shape[1], generator=generator, dtype=dtype).unbind()
+            own_mean, own_var = torch.zeros(2, shape[1], dtype=dtype).unbind()
+            found = mean.clone(), var.clone()
+            for scale in (1.0, 100.0, 1e-3):
+                x = torch.randn(shape, generator=generator, dtype=dtype) * scale + scale
+                x = laid_out(x, layout)
+                F.batch_norm(x, mean, var, training=True, momentum=momentum)
+                F.batch_norm(x, own_mean, own_var, training=True, momentum=1.0)
+                fold_statistics(x, *found, own_mean, own_var, momentum)
+                assert torch.equal(mean, found[0]) and torch.equal(var, found[1])
+
+
+def test_statistics_that_are_not_finite() -> None:
+    x = torch.ones(4, 3)
+    x[1, 1], x[2, 2] = float("inf"), float("nan")
+    mean, var = torch.zeros(3), torch.ones(3)
+    found = mean.clone(), var.clone()
+    own = torch.zeros(3), torch.zeros(3)
+    F.batch_norm(x, mean, var, training=True)
+    F.batch_norm(x, *own, training=True, momentum=1.0)
+    fold_statistics(x, *found, *own, 0.1)
+    assert mean.isfinite().tolist() == found[0].isfinite().tolist() == [True, False, False]
+    assert torch.equal(mean.nan_to_num(7), found[0].nan_to_num(7))
+    assert torch.equal(var.nan_to_num(7), found[1].nan_to_num(7))
+
+
+def test_this_torch_adds_them_so() -> None:
+    assert adds_so(torch.float32) and adds_so(torch.float64)
+    assert not adds_so(torch.bfloat16)
