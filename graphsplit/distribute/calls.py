@@ -64,12 +64,12 @@ class NetworkCalls(ClusterEngine):
         """Attributes that forward has changed."""
         return self.planner.python_values.kept()
 
-    def backward(self, call: Call, given: Mapping[int, torch.Tensor], *, is_followed: bool) -> None:
+    def backward(self, call: Call, given: Mapping[int, torch.Tensor], loop: Loop) -> None:
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given
-        modes = pop_mode() if is_followed else nullcontext()
+        modes = pop_mode() if loop.is_followed else nullcontext()
         with self._job.reporting(), DisableTorchFunctionSubclass(), modes:
-            call.plan.runner.run_backward(call.state)
+            call.plan.runner.run_backward(call.state, meanwhile=loop.tell)
 
 
 @dataclass(eq=False)
@@ -221,7 +221,7 @@ class _Called(Function):
         ctx.loop.totals_now()
         call.is_spent = True
         given |= call.give_later(later, ctx.loop)
-        call.network.backward(call, given, is_followed=ctx.loop.is_followed)
+        call.network.backward(call, given, ctx.loop)
         inputs = [call.gradient_of_input(node, ctx.loop) for node in call.entered]
         return None, None, None, None, None, *inputs
 

@@ -31,6 +31,7 @@ from graphsplit.transport.base import Transport
 
 # Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
 WAKE_SIGNAL = getattr(signal, "SIGURG", None)
+_REPORTED = "_graphsplit_reported"
 
 
 class _Reporting:
@@ -251,7 +252,7 @@ class Job:
 
     def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
-        if self._closed:
+        if self._closed or hasattr(error, _REPORTED):
             return None
         self.is_ending = not isinstance(error, MembershipChangedError)
         if isinstance(error, TransportError) and not isinstance(error, FrameError):
@@ -284,6 +285,7 @@ class Job:
         Others may have found the same at once: whose error ended the job, the verdict says.
         """
         cause = self.member.failure_of(error)
+        setattr(error, _REPORTED, True)  # else a call around this one would do it again
         if cause is not None:
             self.member.report_failure(cause)
             self.member.await_verdict()

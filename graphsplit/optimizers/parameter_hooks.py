@@ -136,7 +136,7 @@ def hooks_leave(held: Sequence[HookState]) -> AbstractContextManager[None]:
         lambda holder, line: OwnershipError(
             f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "
             f"other workers use too; each worker has its own, unlike in one process\n"
-            f"  Fix: give each parameter's hook a state of its own, or look at gradients in "
-            f"a callback's on_gradients."
+            f"  Fix: look at p.grad after backward() in an own loop, in a callback's on_gradients "
+            f"with a Model; or give each parameter's hook a state of its own."
         ),
     )

@@ -123,8 +123,10 @@ class ProgramRunner:
             for position in before_waiting_work(instructions):
                 self._actions[position] = _letting_others_first(self._actions[position])
         self._bound = self._actions
-        waits = [i.opcode is Opcode.RECEIVE for i in instructions]
-        self._first_wait = waits.index(True) if True in waits else len(waits)
+        waits = [p for p, i in enumerate(instructions) if i.opcode is Opcode.RECEIVE]
+        waits.append(len(instructions))
+        self._first_wait = waits[0]
+        self._first_wait_of_backward = next(p for p in waits if p >= self._first_of_backward)
         self.position = 0
         self.step = -1
 
@@ -230,11 +232,13 @@ class ProgramRunner:
             self._run_until(self._first_of_backward, state)
         return state
 
-    def run_backward(self, state: StepState) -> None:
+    def run_backward(self, state: StepState, meanwhile: Callable[[], None]) -> None:
         """Run the backward of a call, whose ``state.given`` are its outputs' gradients."""
         self.step = state.step
         self.position = self._first_of_backward
         with torch.set_grad_enabled(self._grad_enabled):
+            self._run_until(self._first_wait_of_backward, state)
+            meanwhile()
             self._run_until(len(self._actions), state)
 
     def _begin(

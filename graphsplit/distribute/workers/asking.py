@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,8 +166,8 @@ def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
 def tell(loop: Loop, values: Sequence[Any]) -> None:
     """Let all workers know these single numbers; a home sends its own as one message.
 
-    Others learn them when they look at one, or when their part of backward is done: nobody who
-    has something else to do waits for them.
+    It does so before its part of backward first waits for a value. Others learn them when they look
+    at one, or when their part is done: nobody who has something else to do waits for them.
     """
     group, here = loop.job.asked, Here(loop.job, loop.taken, "backward()")
     own = [value for value in values if value.home == loop.rank]
@@ -180,8 +181,7 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
         if own:
             told = [(loop.is_own_memory(v.held), v.held.clone()) for v in own]
             pieces = [piece for one, number in told for piece in (torch.tensor([one]), number)]
-            with here.about(_OF_BACKWARD):
-                group.send(here.told(), *pieces, to=others)
+            loop.unsent = partial(_send, here, [here.told(), *pieces])
             for value, (is_fixed, number) in zip(own, told, strict=True):
                 value.learn(number, is_fixed=is_fixed, version=value.version())
     checksum = loop.taken.checksum
@@ -197,6 +197,12 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
                     value.learn(number, is_fixed=is_fixed, version=version)
 
     loop.untold = learn
+
+
+def _send(here: Here, pieces: Sequence[torch.Tensor]) -> None:
+    group, rank = here.job.asked, here.job.rank
+    with torch.no_grad(), here.about(_OF_BACKWARD):
+        group.send(*pieces, to=group.others(rank))
 
 
 def _told(

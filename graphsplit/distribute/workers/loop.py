@@ -53,7 +53,8 @@ class Loop:
         is_calling: Whether a network runs forward: each worker does other things meanwhile.
         networks: All that were distributed, copies included, in order.
         is_followed: Whether the backward under way runs operations of the script on shapes.
-        untold: Learns the numbers that were sent when it began.
+        unsent: Sends others the numbers that they wait for, of the backward under way.
+        untold: Learns the numbers of others.
     """
 
     def __init__(self, job: Job) -> None:
@@ -65,6 +66,7 @@ class Loop:
         self.num_settled = 0
         self.taken = FromOutside()
         self.is_calling = self.is_followed = False
+        self.unsent: Callable[[], None] | None = None
         self.untold: Callable[[], None] | None = None
         self.networks: list[weakref.ref[nn.Module]] = []
         self._totals: dict[int, torch.Tensor] | None = None
@@ -84,10 +86,17 @@ class Loop:
         Args:
             totals: The gradients so far; None when it is over.
         """
-        self._totals, self.untold = totals, None
+        self._totals, self.unsent, self.untold = totals, None, None
+
+    def tell(self) -> None:
+        """Tell others the numbers of the backward under way; once."""
+        send, self.unsent = self.unsent, None
+        if send is not None:
+            send()
 
     def learn_told(self) -> None:
-        """Learn the numbers that were sent when the backward under way began; once."""
+        """Let all workers know the numbers of the backward under way; once."""
+        self.tell()
         learn, self.untold = self.untold, None
         if learn is not None:
             learn()
