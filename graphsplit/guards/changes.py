@@ -54,11 +54,14 @@ class Computed:
     function: Callable[..., Any] | None
     arguments: tuple[Any, ...]
 
-    def value(self, lifted: Sequence[Any]) -> Any:
-        """The number, for some values of the lifted ones."""
+    def value(self, lifted: Sequence[Any], known: dict[int, Any] | None = None) -> Any:
+        """The number, for some values of the lifted ones; ``known`` holds what was computed."""
         if self.function is None:
             return lifted[self.arguments[0]]
-        return self.function(*(value_of(a, lifted) for a in self.arguments))
+        known = {} if known is None else known
+        if id(self) not in known:
+            known[id(self)] = self.function(*(value_of(a, lifted, known) for a in self.arguments))
+        return known[id(self)]
 
     def __str__(self) -> str:
         if self.function is None:
@@ -67,9 +70,9 @@ class Computed:
         return f"{name}({', '.join(map(str, self.arguments))})"
 
 
-def value_of(value: Any, lifted: Sequence[Any]) -> Any:
+def value_of(value: Any, lifted: Sequence[Any], known: dict[int, Any] | None = None) -> Any:
     """A value that may be computed."""
-    return value.value(lifted) if isinstance(value, Computed) else value
+    return value.value(lifted, known) if isinstance(value, Computed) else value
 
 
 @dataclass(frozen=True, eq=False)

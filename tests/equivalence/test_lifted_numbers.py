@@ -57,6 +57,13 @@ def _smoothed(h: torch.Tensor, smoothing: float) -> torch.Tensor:
     return F.cross_entropy(h, classes, label_smoothing=smoothing)
 
 
+def _iterated(number: float) -> float:
+    """As large as a tree that it would be: 2**30 numbers."""
+    for _ in range(30):
+        number = number * number - 0.5 if number < 2 else number * number
+    return number
+
+
 USES: dict[str, Use] = {
     "float": Use(lambda net, h: h * net.n, falling),
     "float32 of NumPy": Use(lambda net, h: h * net.n, lambda s: np.float32(falling(s))),
@@ -90,6 +97,7 @@ USES: dict[str, Use] = {
     "warm-up": Use(lambda net, h: h * min(1.0, net.n / 1000), lambda s: s + 2),
     "warm-up that ends": Use(lambda net, h: h * min(1.0, net.n / 9), lambda s: s + 2, 6),
     "linear": Use(lambda net, h: h * (1 - net.n / 1000) ** 0.9, lambda s: s + 2),
+    "iterated": Use(lambda net, h: h * _iterated(net.n), falling),
     "rounded": Use(lambda net, h: h * round(net.n, 3), falling),
     "tens": Use(lambda net, h: h * round(net.n, -1), lambda s: 10 * s + (0 if s < 3 else 7)),
     "steps": Use(lambda net, h: h * (net.n // 0.1), lambda s: (0.55, 0.45, 0.5, 0.3, 0.7)[s % 5]),

@@ -51,6 +51,7 @@ class _Number(HigherOrderOperator):
 
 
 NUMBER = _Number()
+_HOW = "graphsplit_computed"  # in the meta of a node
 
 
 class _Function(HigherOrderOperator):
@@ -241,6 +242,12 @@ def node_of(number: Any) -> Node:
 def _of(node: Any) -> Any:
     if not isinstance(node, Node):
         return node
+    if _HOW not in node.meta:  # what is used twice is made once
+        node.meta[_HOW] = _how(node)
+    return node.meta[_HOW]
+
+
+def _how(node: Node) -> Computed:
     if node.target is NUMBER:
         return Computed(None, (node.args[0],))
     if isinstance(node.target, _Function):

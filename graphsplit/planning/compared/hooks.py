@@ -45,6 +45,7 @@ class ParameterHooks:
             stays one list.
         num_registered: How many hooks, on anything, this process had registered when they were
             looked at last.
+        tensors_alone: Whether of ``shared`` only tensors count: an own loop watches the rest.
         are_there: Whether there are any, or were when workers compared.
     """
 
@@ -56,6 +57,7 @@ class ParameterHooks:
     ) -> None:
         self._tensors, self._owners, self._rank = tensors, owners, rank
         self.shared: list[HookState] = []
+        self.tensors_alone = False
         self._compared: Numbers = {}
         self._begun: Numbers = {}
         self._is_due = self._tells_all = False  # whether workers have yet to compare all hooks
@@ -157,7 +159,8 @@ class ParameterHooks:
             self._hooked = [(tensors[name], numbers) for name, numbers in now.items()]
             self._begun = now
             self.are_there = bool(now or self._compared)
-            self.shared[:] = state_of_hooks(tensors, self._owners(), self._rank())
+            held = state_of_hooks(tensors, self._owners(), self._rank())
+            self.shared[:] = [one for one in held if one[0].is_tensor or not self.tensors_alone]
 
 
 def _numbers_of(tensor: torch.Tensor) -> tuple[int, ...]:

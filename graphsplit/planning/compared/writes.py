@@ -167,6 +167,7 @@ class Writes:
 
         Where a write was left out all stays as it is, for that is compared with the owner's.
         """
+        self.hooks.tensors_alone = True
         if Elsewhere.num_left_out == self._settled:
             self._settle()
 
