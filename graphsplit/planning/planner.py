@@ -259,6 +259,7 @@ class Planner:
                 self._job.next_plan_number()  # no topic comes twice
         elif found.recording.parameters is not self.trainable:
             self._renew()  # the script has put back parameters that it had before
+            self.owners.update(self._job.owners.known(self._tensors()))
         if self._job.recapture_every:
             self.recordings.check_again(found, self._job.recapture_every)
         return found

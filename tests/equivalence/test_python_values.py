@@ -383,6 +383,25 @@ def test_a_size_that_grows_is_no_operand_but_a_graph_each() -> None:
     follows(_set("size", lambda step: 4 + step // 2 * 2), make_network=Resized)
 
 
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.first, self.second = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(torch.tanh(self.bn(torch.relu(self.first(x)))))
+        return made
+
+
+def _swap_layers(step: int, net: Any, loss_fn: Any) -> None:
+    if step in (1, 3):
+        net.first, net.second = net.second, net.first
+
+
+def test_layers_of_two_workers_may_be_swapped_and_swapped_back() -> None:
+    follows(_swap_layers, make_network=Three, steps=5)
+
+
 class CountsUses(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.uses = getattr(self.weight, "uses", 0) + 1
