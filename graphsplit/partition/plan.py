@@ -161,11 +161,13 @@ class Exchange(Enum):
     Attributes:
         BESIDE: In the plan that makes them, beside its backward.
         LATER: Not in this plan: they are kept, and added to those of later batches of the step.
+        WITH_KEPT: In the plan of a step's last batch, each added to what the others have kept.
         ALONE: In this plan, which computes nothing: it ends a step whose batches kept them.
     """
 
     BESIDE = "beside"
     LATER = "later"
+    WITH_KEPT = "with kept"
     ALONE = "alone"
 
 

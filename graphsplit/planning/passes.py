@@ -200,7 +200,7 @@ def _with_blocks(plan: PartitionPlan, task: Task, part: StepPart) -> PartitionPl
     plan = with_blocks(
         plan, part.parts, in_pairs=in_pairs, by_microbatch=by_microbatch, hooked=hooked
     )
-    plan = bundled(plan)
+    plan = replace(bundled(plan), exchange=part.exchange)
     return without_exchange(plan) if part.exchange is Exchange.LATER else plan
 
 

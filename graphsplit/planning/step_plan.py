@@ -259,22 +259,24 @@ def _plan_microbatches(
         if count > 1 and found.recording.graph.is_other_after:
             later, count = [(signature, count - 1), *later], 1
         has_replicas = planner.has_replicas or found.recording.graph.has_replicas
+        when = _when_exchanged(num_kept, ends=closes and count == num_parts)
+        is_last = not later and when is not Exchange.LATER
         part = StepPart(
             count,
             first=opens and not plans,
-            last=closes and not num_kept and not later,
+            last=closes and is_last,
             is_microbatched=True,
-            adds_up=planner.sums is not None and not num_kept and not later,
+            adds_up=planner.sums is not None and is_last,
             start=sum(sizes) if has_replicas else 0,
             num_parts=num_parts if has_replicas else 0,
-            exchange=Exchange.LATER if num_kept else Exchange.BESIDE,
+            exchange=when,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)
         trained.append((planner.trainable, planner.requires_grad()))
         waiting = later
     exchange = None
-    if closes and num_kept:
+    if closes and when is Exchange.LATER:
         part = StepPart(
             num_parts, first=False, is_microbatched=True, adds_up=True, exchange=Exchange.ALONE
         )
@@ -283,6 +285,19 @@ def _plan_microbatches(
     is_one = len({flags for _, flags in trained}) == 1
     marks = [] if is_one else marks
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
+
+
+def _when_exchanged(num_kept: int, *, ends: bool) -> Exchange:
+    """When replicas exchange gradients of microbatches that run together.
+
+    Args:
+        num_kept: How many parts the batches of a step keep apart; 0: none.
+        ends: Whether these are all microbatches of a batch that has one of each number, and ends
+            the step.
+    """
+    if not num_kept:
+        return Exchange.BESIDE
+    return Exchange.WITH_KEPT if ends else Exchange.LATER
 
 
 def _all_parts(num_parts: int, most: int) -> int:

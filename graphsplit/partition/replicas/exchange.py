@@ -4,9 +4,12 @@ The plans of a step's batches keep the parts that ``partition.replicas.blocks`` 
 
     batch 0     forward and backward     parts kept
     batch 1     forward and backward     parts added to those of batch 0
-    exchange    blocks of parts          to the parameters' owners, who step
+    batch 2     forward and backward     parts added, and sent in blocks to the parameters' owners
 
-The last one computes nothing, so it has a place for each microbatch that any of the batches had.
+The last batch may have fewer microbatches than others had. Then it keeps its parts too, and a plan
+ends the step that computes nothing, and has a place for each microbatch::
+
+    exchange    blocks of parts          to the parameters' owners, who step
 """
 
 from __future__ import annotations
@@ -14,14 +17,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from graphsplit.partition.plan import Edge, EdgeKind, Exchange, PartitionPlan, SumTerm
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.partition.segments import Segmentation
 
 
 def without_exchange(plan: PartitionPlan) -> PartitionPlan:
     """The plan of a batch after which the step goes on: parts stay where they are made."""
-    found = with_edges(plan, lambda edge: edge.kind is not EdgeKind.BLOCK)
-    return dataclasses.replace(found, exchange=Exchange.LATER)
+    return with_edges(plan, lambda edge: edge.kind is not EdgeKind.BLOCK)
 
 
 def exchange_alone(plan: PartitionPlan) -> PartitionPlan:
@@ -43,8 +45,7 @@ def exchange_alone(plan: PartitionPlan) -> PartitionPlan:
         run_twice=frozenset(),
         chains={},
     )
-    found = with_edges(bare, lambda edge: edge.kind in own)
-    return dataclasses.replace(found, exchange=Exchange.ALONE)
+    return with_edges(bare, lambda edge: edge.kind in own)
 
 
 def with_edges(plan: PartitionPlan, is_wanted: Callable[[Edge], bool]) -> PartitionPlan:

@@ -59,9 +59,16 @@ def bind_part(
         for _, key, owner in members:
             sums.add_to_block(key, sums.take_kept(owner, microbatch))
 
-    if plan.exchange is Exchange.ALONE:
-        return add_kept
-    return add_parts if plan.exchange is Exchange.BESIDE else keep_parts
+    def keep_and_add(state: StepState) -> None:
+        keep_parts(state)
+        add_kept(state)
+
+    return {
+        Exchange.BESIDE: add_parts,
+        Exchange.LATER: keep_parts,
+        Exchange.WITH_KEPT: keep_and_add,
+        Exchange.ALONE: add_kept,
+    }[plan.exchange]
 
 
 def bind_send_block(
