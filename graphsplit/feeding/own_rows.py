@@ -188,11 +188,8 @@ class OwnRows:
                 self.loader, division, layout, readers, has_loss_fn=has_loss_fn
             )
             self.is_on, self._why = not found, found
-            what = rows_in_words(layout, readers)
             self._say(
-                f"each replica reads whole batches: {found}"
-                if found
-                else f"each replica reads its own rows: {what}, and one to compare"
+                f"each replica reads whole batches: {found}" if found else self._in_words(layout)
             )
         return division
 
@@ -220,7 +217,13 @@ class OwnRows:
                 self._say(f"each replica reads whole batches: {self._why}")
         if isinstance(division, RowsRead) and not planned.writes_inputs:
             size = len(division.request.indices)
-            self._layouts[size] = RowLayout(shape, size, planned.microbatches_read())
+            self._layouts[size] = layout = RowLayout(shape, size, planned.microbatches_read())
+            if not self._leads:
+                self.line = self._in_words(layout) if self.is_on else ""
+
+    def _in_words(self, layout: RowLayout) -> str:
+        rows = rows_in_words(layout, self._readers)
+        return f"each replica reads its own rows: {rows}, and one to compare"
 
     def enough(self, division: Division, planned: PlannedStep, *, is_sent: bool) -> Division:
         """The batch with all that a step needs of it.

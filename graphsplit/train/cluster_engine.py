@@ -69,6 +69,11 @@ class ClusterEngine(ClusterState):
         return self._job.is_stopping
 
     @property
+    def reading(self) -> str:
+        """The rows that each worker reads in training, in words; empty: undecided."""
+        return self._leading.reading
+
+    @property
     def is_inside_call(self) -> bool:
         """Whether a call of a Model is under way."""
         return self._job.depth > 0

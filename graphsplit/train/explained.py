@@ -99,6 +99,7 @@ class Explainer:
             compute=compute,
             messages=messages,
             step_times=step_times,
+            reading=engine.reading if isinstance(engine, ClusterEngine) else "",
         )
         return Explanation(text)
 

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.feeding import own_rows
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.settings import GO_ON, WAIT_REJOIN
 from graphsplit.testing.compare import difference
 
 assert threads_as_workers
@@ -398,17 +400,18 @@ def reader() -> Reader:
     ],
 )
 def test_batches_of_tokens(lengths: Any, line: str, said: list[str]) -> None:
-    def run(place: bool) -> Any:
+    def run() -> Any:
         net = reader()
-        if place:
-            net.place("MS_WORKER", [0, 1])
+        net.place("MS_WORKER", [0, 1])
         model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=PARTS)
         last = Last()
         model.train(2, DataLoader(Tokens(lengths), batch_size=SIZE), [last])
+        if len(lengths) == 1:
+            assert "Reading of the loader\n  each replica reads its own rows" in model.explain()
         return last.losses, dict(model.state_dict())
 
     expected = plain(DataLoader(Tokens(lengths), batch_size=SIZE), 2, reader)
-    for found in ThreadCluster(lambda _: run(True), 2, is_recoverable=False).run():
+    for found in ThreadCluster(lambda _: run(), 2, is_recoverable=False).run():
         assert difference(expected, found) is None
     assert said[-1].startswith(line)
 
@@ -445,6 +448,56 @@ def test_a_mask_and_a_stream_are_read_whole(said: list[str]) -> None:
     assert said[1] == (
         "each replica reads whole batches: the data set, a Streamed, has no samples by index"
     )
+
+
+@pytest.mark.parametrize(("policy", "workers"), [(GO_ON, 3), (WAIT_REJOIN, 2)])
+def test_rows_are_read_after_the_loss_of_a_replica(
+    policy: str, workers: int, said: list[str]
+) -> None:
+    """Four epochs; the last worker is lost in the second one."""
+    expected = plain(loader_of(Counted()), 4)
+
+    def script(rank: int) -> Any:
+        net = made()
+        whole(net, workers)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=PARTS)
+        last = Last()
+        model.train(4, loader_of(Counted()), [last])
+        return last.losses, dict(model.state_dict())
+
+    kills = {workers - 1: [150]}
+    cluster = ThreadCluster(script, workers, SnapshotSettings(every=2), kills, policy=policy)
+    found = [one for one in cluster.run() if one is not None]
+    assert cluster.num_killed == 1 and len(found) == workers - (policy == GO_ON)
+    for one in found:
+        assert difference(expected, one) is None
+    assert len(said) == 2 and said[1].count("worker ") == 2
+
+
+def test_an_epoch_goes_on_in_its_middle_by_rows(tmp_path: Any, said: list[str]) -> None:
+    expected = plain(loader_of(Counted()))
+
+    class SaveAt(gs.callbacks.Callback):
+        def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+            if context.model.position.num_steps == 5:
+                context.model.save(tmp_path / "saved")
+
+    def script(workers: int, *callbacks: Any, resumes: bool = False) -> Any:
+        net = made()
+        whole(net, workers)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=PARTS)
+        if resumes:
+            model.load(tmp_path / "saved")
+        last = Last()
+        model.train(EPOCHS, loader_of(Counted()), [last, *callbacks])
+        return last.losses, dict(model.state_dict())
+
+    ThreadCluster(lambda _: script(2, SaveAt()), 2, is_recoverable=False).run()
+    resumed = ThreadCluster(lambda _: script(3, resumes=True), 3, is_recoverable=False).run()
+    for losses, state in resumed:
+        assert difference(expected[1], state) is None
+        assert difference(expected[0][5:], losses[-4:]) is None
+    assert len(said) == 2
 
 
 def test_a_wrong_way_of_reading_is_an_error() -> None:

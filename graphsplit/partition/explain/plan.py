@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -35,6 +36,7 @@ def explain_plan(
     compute: Sequence[str] = (),
     messages: Sequence[str] = (),
     step_times: Sequence[str] = (),
+    reading: str = "",
 ) -> str:
     """Describe a plan to a person, in lines of at most 120 characters.
 
@@ -52,6 +54,7 @@ def explain_plan(
         compute: What is known of the seconds that each worker computes.
         messages: What is known of the seconds that messages take.
         step_times: What is known of the time that a step takes.
+        reading: What is known of who reads which rows of a loader's batches.
     """
     per = _unit(plan)
     sections: list[tuple[str, list[str]]] = [(f"Workers, {per}", _totals(plan, optimizer_copies))]
@@ -74,6 +77,7 @@ def explain_plan(
         ]
     sections += [
         ("How workers are connected", route_lines(routes or {})),
+        ("Reading of the loader", textwrap.wrap(reading, WIDTH - 2)),
         ("Longest chain of workers that wait for each other", _longest_chain(plan)),
         ("Compute, per step", list(compute)),
         ("Messages, per step", list(messages)),
