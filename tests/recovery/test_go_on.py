@@ -107,6 +107,26 @@ def test_a_newcomer_may_be_lost_again_and_another_one_meanwhile() -> None:
     assert difference(expected, found[2]) is None
 
 
+@pytest.mark.parametrize("at", [3, 150])
+def test_two_that_are_no_neighbours_are_lost_at_once(at: int) -> None:
+    expected = undisturbed()
+    cluster = going_on(4, {0: [at]}, together=(0, 2))
+    found = cluster.run()
+    assert cluster.num_killed == 2 and cluster.seats == (1, 3)
+    for rank in (1, 3):
+        assert difference(expected, found[rank]) is None
+
+
+@pytest.mark.parametrize("later", [0, 1, 3, 9])
+def test_a_survivor_is_lost_while_a_newcomer_is_taken_in(later: int) -> None:
+    expected = undisturbed()
+    cluster = going_on(3, {1: [60], 0: [140 + later]}, joins={1: (140, 2)})
+    found = cluster.run()
+    assert (cluster.num_killed, cluster.num_joined, cluster.seats) == (2, 1, (1, 2))
+    for rank in (1, 2):
+        assert difference(expected, found[rank]) is None
+
+
 def test_one_that_is_alone_takes_a_newcomer_in() -> None:
     expected = undisturbed()
     cluster = going_on(2, {1: [60]}, joins={1: (150, 0)})
