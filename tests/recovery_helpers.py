@@ -7,6 +7,7 @@ instruction, and that another thread takes its rank and runs the script from its
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -174,6 +175,7 @@ class ThreadMember:
         self.abort.raise_if_set()
         texts = self._cluster.texts.setdefault((self.generation, topic), {})
         texts[self.rank] = text
+        self._cluster.turns.changed.notify_all()
         self._cluster.turns.wait_for(lambda: len(texts) == self.num_workers, self.abort)
         if len(set(texts.values())) > 1:
             raise PlanMismatchError(f"{topic}: {texts}")
@@ -442,6 +444,8 @@ class ThreadCluster:
 @pytest.fixture
 def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every thread find its own job."""
+    gc.collect()
+    gc.freeze()  # as a job that recovers does: its collections took half of these tests
     monkeypatch.setattr(joined, "current", lambda: getattr(_here, "job", None))
 
     def get_rank() -> int:
