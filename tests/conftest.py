@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ if "torch" in sys.modules:
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file
+from collected import leave_out_what_is_there
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTLE_S = 3.0
@@ -36,12 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what is imported by now out of all later collections: they take half of the time."""
-    if (caches := sys.modules.get("graphsplit.torch_ext.fake_caches")) is not None:
-        caches.forget_fake_tensors()  # from now on it knows the caches that are frozen
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(autouse=True, scope="module")
+def _only_what_is_new_is_collected() -> None:
+    """Each module imports and captures more, which stays."""
+    leave_out_what_is_there()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

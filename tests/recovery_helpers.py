@@ -7,7 +7,6 @@ instruction, and that another thread takes its rank and runs the script from its
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collected import leave_out_what_is_there
 
 import graphsplit as gs
 from graphsplit.capture.state.attributes import plain_attributes
@@ -444,8 +444,7 @@ class ThreadCluster:
 @pytest.fixture
 def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every thread find its own job."""
-    gc.collect()
-    gc.freeze()  # as a job that recovers does: its collections took half of these tests
+    leave_out_what_is_there()  # as a job that recovers does: it looks for cycles each time
     monkeypatch.setattr(joined, "current", lambda: getattr(_here, "job", None))
 
     def get_rank() -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 from graphsplit.job.job import Job
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.settings import FAIL_FAST, ClusterSettings
+from graphsplit.torch_ext.fake_caches import freeze_what_is_there
 
 
 def install(job: Job) -> None:
     """Called when a worker has joined a job."""
     settings = ClusterSettings.from_environ(os.environ)
     if settings is not None and job.recovery_policy != FAIL_FAST:
-        gc.freeze()  # a recovery looks for cycles: not among all that was imported, for 0.3 s
+        # A recovery looks for cycles: not among all that was imported, for 0.3 s.
+        freeze_what_is_there()
         job.script = RecoveringScript(job, SnapshotSettings.of(settings))

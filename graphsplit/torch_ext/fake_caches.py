@@ -32,6 +32,12 @@ def forget_fake_tensors() -> None:
             _asked[cache] = _state_of(cache)
 
 
+def freeze_what_is_there() -> None:
+    """``gc.freeze``, after which no cache is found that was not known before."""
+    forget_fake_tensors()
+    gc.freeze()
+
+
 def _used_since() -> Iterator[Any]:
     """Every cache that was asked anything since it was last looked into."""
     if _are_there_new_ones():
