@@ -1,7 +1,7 @@
 """Snapshots of own loops on disk: the part of each worker as it is in memory, in a file of its own.
 
 A folder has ``part-0``, ``part-1`` and so on; ``snapshot.json`` is written last. A worker reads the
-part of its rank, so it takes as many workers as have written.
+part of its rank; where another number of workers goes on, each reads all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from graphsplit.encoding.values import to_text
 from graphsplit.errors import CheckpointError, ConfigurationError, FrameError
 from graphsplit.job.group import WorkerGroup, read_message
 from graphsplit.recovery.exchange import share_script
+from graphsplit.recovery.loops.merged import merged
 from graphsplit.recovery.snapshot.disk import (
     SNAPSHOT,
     DiskWriter,
@@ -59,7 +60,8 @@ def read_part(group: WorkerGroup, folder: SnapshotFolder | None, number: int) ->
 
     Raises:
         CheckpointError: It cannot be read, or is not as it was written; it is none of own loops.
-        ConfigurationError: Another number of workers has written it.
+        ConfigurationError: Another number of workers has written it, and not all of it was the same
+            on them; or one worker alone is to go on.
     """
     parts = share_script(group, folder, number).get(_PARTS)
     where = f"MS_RECOVERY_PATH ({folder.root.parent})" if folder is not None else "MS_RECOVERY_PATH"
@@ -68,15 +70,18 @@ def read_part(group: WorkerGroup, folder: SnapshotFolder | None, number: int) ->
             f"snapshot {number} in {where} is that of a gs.Model, and this script has a loop of "
             f"its own\n  Fix: give each script a folder of its own, or remove what is there."
         )
-    if len(parts) != group.num_workers:
-        raise ConfigurationError(
-            f"snapshot {number} in {where} was written by {len(parts)} workers, each its own part; "
-            f"a loop of the script's own goes on with as many, and here are {group.num_workers}\n"
-            f"  Fix: start the job with {len(parts)} workers; or remove the folder, and begin anew."
-        )
     if folder is None:
         raise CheckpointError(f"worker {group.rank} has no MS_RECOVERY_PATH, and others have")
-    return _read(_path(folder.path(number), group.rank), parts[group.rank])
+    paths = [_path(folder.path(number), rank) for rank in range(len(parts))]
+    if len(parts) == group.num_workers:
+        return _read(paths[group.rank], parts[group.rank])
+    if group.num_workers == 1:
+        raise ConfigurationError(
+            f"snapshot {number} in {where} was written by {len(parts)} workers, and here is one: a "
+            f"loop of the script's own goes on with two or more\n"
+            f"  Fix: start the job with two workers; or remove the folder, and begin anew."
+        )
+    return merged([_read(*pair) for pair in zip(paths, parts, strict=True)], group.rank)
 
 
 def _path(folder: Path, rank: int) -> Path:
