@@ -25,7 +25,7 @@ from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import LOAD, SAVE, buffer_of_form
 from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
 from graphsplit.torch_ext.data_attribute import is_lent_written_to, lend_data
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.stand_ins import (
     DRAWS,
     GET_DATA,
@@ -33,6 +33,7 @@ from graphsplit.torch_ext.stand_ins import (
     SET_DATA,
     WRITES,
     StandIn,
+    computes,
     in_form,
     is_view,
     looks_at_form,
@@ -81,6 +82,10 @@ class Elsewhere(StandIn):
             return None  # ``p.data += 1`` sets what it was given
         elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller not in _KEEPING:
             return args[0].viewed(func, args[1:], kwargs or {})
+        elif computes(func, args, kwargs) and caller not in _KEEPING:
+            made = _computed_elsewhere(func, args, kwargs or {})
+            if made is not None:
+                return made
         return super().__torch_function__(func, types, args, kwargs)
 
     def note_write(self) -> None:
@@ -103,12 +108,7 @@ class Elsewhere(StandIn):
         form = in_form(self, device="meta")
         if func != GET_DATA:
             form = func(form, *arguments, **options)
-        with DisableTorchFunctionSubclass():
-            made = without_value(self.new_empty(())).expand(form.shape)
-        setattr(made, _WHOSE, (name, owner, form.stride()))
-        setattr(made, _VIEWED, getattr(self, _VIEWED, self))
-        made.__class__ = Elsewhere
-        return made
+        return _stand_in(form, name, owner, of=getattr(self, _VIEWED, self))
 
     def need_value(self, asked: str) -> None:
         """Refuse.
@@ -160,6 +160,39 @@ class Elsewhere(StandIn):
             f"the value of {name!r} lives on worker {owner}, not here (asked for by {asked})\n"
             f"  Fix: {fix}"
         )
+
+
+def _stand_in(
+    form: torch.Tensor, name: str, owner: int, of: torch.Tensor | None = None
+) -> Elsewhere:
+    """A stand-in for a view of a tensor, or for a value of its own, in the form of another one."""
+    with DisableTorchFunctionSubclass():
+        made: Any = without_value(torch.empty((), dtype=form.dtype)).expand(form.shape)
+    setattr(made, _WHOSE, (name, owner, form.stride()))
+    made.__class__ = Elsewhere
+    setattr(made, _VIEWED, made if of is None else of)
+    found: Elsewhere = made
+    return found
+
+
+def _computed_elsewhere(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Elsewhere | None:
+    """The stand-in for what one worker computes of its tensors: it may be written to others there.
+
+    ``w.data += scale * b.data @ a.data`` runs on all workers. None: the values are on several.
+    """
+    given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Elsewhere)]
+    whose = {getattr(v, _WHOSE)[1] for v in given}
+    if len(whose) != 1:
+        return None
+    with DisableTorchFunctionSubclass():
+        formed, options = pytree.tree_map(
+            lambda v: in_form(v, device="meta") if isinstance(v, torch.Tensor) else v,
+            (tuple(args), dict(kwargs)),
+        )
+        form = func(*formed, **options)
+    return _stand_in(form, f"what {func.__name__} makes of {getattr(given[0], _WHOSE)[0]}", *whose)
 
 
 def _with(kwargs: Any, name: str, value: Any) -> dict[str, Any]:

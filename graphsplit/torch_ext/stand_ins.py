@@ -69,6 +69,12 @@ DRAWS = _methods(
 OF_FORM = _methods("new_empty new_full new_ones new_tensor new_zeros") | {
     getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")
 }
+# Functions of values alone: no draws, no results of other dtypes than tensors without values give.
+COMPUTING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("add", "sub", "mul", "div", "matmul", "mm", "neg")
+) | _methods("__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __neg__")
 # Functions that take the form of their second argument.
 _FORMED = _methods("expand_as reshape_as type_as view_as")
 # Functions that give a view of a tensor; an index gives one if it is made of numbers and slices.
@@ -182,6 +188,17 @@ def in_form(tensor: torch.Tensor, *, device: Any = None) -> torch.Tensor:
             dtype=tensor.dtype,
             device=device or tensor.device,
         )
+
+
+def computes(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a call computes with ordinary tensors, stand-ins and numbers, without history."""
+    given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    return (
+        func in COMPUTING
+        and "out" not in (kwargs or {})
+        and all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
+        and not (torch.is_grad_enabled() and any(v.requires_grad for v in given))
+    )
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:

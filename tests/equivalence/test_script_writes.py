@@ -90,7 +90,16 @@ def _start_anew(step: int, net: Any, loss_fn: Any) -> None:
         nn.init.orthogonal_(net.second.weight)
 
 
+def _merge(step: int, net: Any, loss_fn: Any) -> None:
+    """As an adapter of low rank is: all of it lives on one worker."""
+    net.second.weight.data += 0.1 * net.second.weight.data @ net.second.weight.data.t()
+    with torch.no_grad():
+        net.second.bias.copy_(net.second.bias * 0.9 - net.bn.bias / 2)
+        net.first.bias.sub_(net.first.weight[:, 0].neg(), alpha=0.1)
+
+
 CHANGES: dict[str, Change] = {
+    "merged": _merge,
     "noise": _add_noise,
     "views": _through_views,
     "data": _through_data,
@@ -121,6 +130,28 @@ def test_what_the_script_writes_is_written_on_the_owner(name: str, microbatches:
         plan_everywhere=True,
         evaluate_after=(1, 3),
     )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net: net.first.bias.data.copy_(net.second.weight.data @ net.second.bias.data),
+        lambda net: torch.add(net.first.bias.data, 1, out=torch.zeros(4)),
+        lambda net: float((net.first.bias.data * net.first.bias.data)[0]),
+        lambda net: (net.first.bias.data - net.second.bias.data).sum(),
+    ],
+)
+def test_what_is_computed_of_another_worker_s_values_is_refused_elsewhere(use: Any) -> None:
+    with pytest.raises(OwnershipError, match="lives on worker"):
+        assert_same_bits(
+            Net,
+            batches_of(8, 3, num=2),
+            num_workers=2,
+            place=place,
+            loss_fn=rows_against_target,
+            before_step=lambda step, net, loss_fn: use(net) if step else None,
+            plan_everywhere=True,
+        )
 
 
 class Writing:
