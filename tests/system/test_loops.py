@@ -26,6 +26,7 @@ def plain() -> list[str]:
     ("moments", "workers", "transport"),
     [
         ("1:FORWARD:12,0:BACKWARD:9", 2, "shm"),
+        ("0:STEP:22,1:STEP:22", 2, "shm"),  # all at once: without a disk they begin anew
         ("2:STEP:14,1:ITER:2", 3, "grpc"),
         ("2:SNAPSHOT:2,1:END:1,0:FORWARD:34", 3, "shm"),
     ],
