@@ -62,8 +62,14 @@ def _model(
         """One for all workers: a graph that read another's would have to be captured again."""
         return getattr(transformers, model).config_class(**settings)
 
+    kept: dict[str, Any] = {}
+
     def make() -> nn.Module:
-        network: nn.Module = getattr(transformers, model)(configuration())
+        network: Any = getattr(transformers, model)(configuration())
+        for module in network.modules():  # T5 copies it: a graph would hold for one network alone
+            own = vars(module).get("config")
+            if isinstance(own, transformers.PretrainedConfig):
+                module.config = kept.setdefault(str(own.to_dict()), own)
         return network
 
     return ZooModel(name, make, batch, quick)
