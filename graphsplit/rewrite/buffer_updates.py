@@ -50,7 +50,7 @@ def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
     for node in graph.fx_graph.nodes:
         if node in taken and node.target is not _BATCH_NORM:
             continue
-        own = _own_statistics(node, made, copies) if node in taken else ()
+        own = _own_statistics(node, made) if node in taken else ()
         origins.update((one.name, node.name) for one in own if one is not None)
         copies[node] = copy = made.node_copy(node, copies.__getitem__)
         if own:
@@ -63,9 +63,7 @@ def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
     )
 
 
-def _own_statistics(
-    node: FxNode, made: Graph, copies: Mapping[FxNode, FxNode]
-) -> tuple[FxNode | None, FxNode | None]:
+def _own_statistics(node: FxNode, made: Graph) -> tuple[FxNode | None, FxNode | None]:
     """Where a norm leaves the statistics of its input; None where they are not of its dtype."""
     x, *statistics = (node.args[0], *node.args[_STATISTICS])
     assert isinstance(x, FxNode)
@@ -75,8 +73,9 @@ def _own_statistics(
         value, like = one.meta["val"], x.meta["val"]
         if value.dtype is not like.dtype:
             return None, None
-        arguments = copies[x], list(value.shape)
-        zeros = made.call_function(torch.ops.aten.new_zeros.default, arguments)
+        # They read nothing: then they are made where the norm is, and when it runs.
+        layout = {"dtype": value.dtype, "device": value.device}
+        zeros = made.call_function(torch.ops.aten.zeros.default, ([*value.shape],), layout)
         zeros.meta = {**node.meta, "val": like.new_zeros(value.shape)}
         found.append(zeros)
     mean, var = found

@@ -70,6 +70,34 @@ def mixed(net: Any) -> None:
 _images, _everything = Captures(), Captures()
 
 
+class WithOthersWeights(nn.Module):
+    """A batch norm whose weight and bias are those of another one, on another worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+        self.inner.weight, self.inner.bias = self.outer.weight, self.outer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x.relu()).relu())
+
+
+@pytest.mark.parametrize("replicas", [[1, 2], [0, 1, 2], [2, 0]])
+def test_a_norm_with_the_weights_of_another_worker(replicas: list[int]) -> None:
+    def place(net: Any) -> None:
+        net.outer.place("MS_WORKER", 0)
+        net.inner.place("MS_WORKER", replicas)
+
+    assert_same_bits(
+        WithOthersWeights,
+        images(8, 8),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=place,
+        microbatches=4,
+    )
+
+
 class Again(nn.Module):
     """A batch norm of its own output."""
 
