@@ -55,8 +55,9 @@ if WHAT != "unseeded":
 net = Net()
 net.first.place("MS_WORKER", 0)
 net.last.place("MS_WORKER", 1)
-if WHAT == "gradient" and RANK == "1":
-    net.last.weight.register_hook(lambda gradient: gradient * 2)
+if WHAT == "gradient":
+    factor = 2 if RANK == "1" else 1
+    net.last.weight.register_hook(lambda gradient: gradient * factor)
 inputs, target = torch.randn(32, 8), torch.randint(0, 3, (32,))
 loader = DataLoader(TensorDataset(inputs, target), batch_size=8, shuffle=True)
 model = gs.Model(
