@@ -323,7 +323,7 @@ class Feed:
     def _follow(self) -> Iterator[FeedItem]:
         for is_first in chain((True,), repeat(False)):
             # Here it delays nobody: all wait for the worker that is last, or for the leader.
-            ahead = self._planner.ahead(self._mode)
+            ahead = self._planner.ahead(self._mode, self._first)
             ticket = self._tickets.receive(self.leader)
             self._compare_previous(ticket)
             if ticket.shape is None:

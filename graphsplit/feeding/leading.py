@@ -178,7 +178,7 @@ class Leading:
             return
         if expected is not None:
             expected.runner.expect_first_value()
-        ahead = self._planner.ahead(mode)
+        ahead = self._planner.ahead(mode, batch.first)
         ticket = self._tickets.receive(leader)
         if (ticket.shape, ticket.checksum) != (batch, checksum):
             raise LoaderMismatchError(

@@ -44,12 +44,7 @@ from graphsplit.planning.passes import (
 from graphsplit.planning.progress import PlanningLines
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
-from graphsplit.planning.recordings import (
-    Match,
-    Recording,
-    Recordings,
-    requires_grad_of,
-)
+from graphsplit.planning.recordings import Match, Recordings, requires_grad_of
 from graphsplit.planning.task import (
     Task,
     check_trained,
@@ -151,20 +146,23 @@ class Planner:
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
-    def ahead(self, mode: Mode) -> Recording | None:
-        """The latest recording, if it holds: for ``python_step``, if no script runs until then."""
+    def ahead(self, mode: Mode, signature: Signature | None) -> PythonStep | None:
+        """The message of ``python_step``, if no script runs until then, and a recording holds."""
         is_begun = mode is not Mode.TRAIN or self._task.network.training
-        return self.recordings.latest_if_it_holds() if is_begun else None
+        if signature is None or not is_begun:
+            return None
+        found = self.recordings.find(mode, signature)
+        return None if found is None else self._message(mode, signature, found)
 
-    def python_step(
-        self, mode: Mode, signature: Signature, ahead: Recording | None = None
-    ) -> PythonStep:
+    def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
         """The message to others on the Python values behind the next step.
 
         What was found is used by the ``recording_for`` that follows.
         """
         self.begin_step(mode)
-        found = self.recordings.find(mode, signature, ahead)
+        return self._message(mode, signature, self.recordings.find(mode, signature))
+
+    def _message(self, mode: Mode, signature: Signature, found: Match | None) -> PythonStep:
         self._found = (mode, signature, found)
         rates = self.updater.settings.numbers() if mode is Mode.TRAIN else ()
         written = self.writes.names(with_replaced=found is None)
@@ -196,7 +194,7 @@ class Planner:
         mode: Mode,
         signature: Signature,
         leaders: tuple[PythonStep, int],
-        ahead: Recording | None,
+        ahead: PythonStep | None,
         catch_up: Callable[[], object] = lambda: None,
     ) -> None:
         """Compare this worker's Python values with the leader's.
@@ -212,7 +210,8 @@ class Planner:
             PlanMismatchError: They differ; names the places, with both values.
         """
         theirs, ranks = leaders[0], (self._job.rank, leaders[1])
-        mine = self.python_step(mode, signature, ahead)
+        is_of_it = ahead is not None and self._found and self._found[:2] == (mode, signature)
+        mine = ahead if ahead is not None and is_of_it else self.python_step(mode, signature)
         if mine.agrees_with(theirs) and not written_apart(mine, theirs, ranks, self.known_owners):
             return
         catch_up()

@@ -180,22 +180,19 @@ class Recordings:
         latest = next(iter(self._latest), None)
         return latest if latest is not None and latest.graph.state.guards.hold() else None
 
-    def find(
-        self, mode: Mode, signature: Signature, known: Recording | None = None
-    ) -> Match | None:
+    def find(self, mode: Mode, signature: Signature) -> Match | None:
         """The recording that holds now, if there is one.
 
         Args:
             mode: Train, eval or predict.
             signature: Of the batch, or of each microbatch.
-            known: A recording whose Python values were compared, and not changed since.
         """
         for index, recording in enumerate(self._latest):
             if recording.mode is not mode or not self._fits(recording):
                 continue
             if recording.graph.sizes is None and recording.signature != signature:
                 continue
-            if recording is not known and not recording.graph.state.guards.hold():
+            if not recording.graph.state.guards.hold():
                 continue
             lifted = recording.lifted()
             numbers = recording.numbers(signature, lifted)

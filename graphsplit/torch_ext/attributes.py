@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.fx import graph_module
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 # A module: its tables, in which parameters, buffers and children are, and its hooks.
 PARAMETERS, BUFFERS, MODULES = TABLES = ("_parameters", "_buffers", "_modules")
@@ -313,3 +314,20 @@ def _sort(buffers: dict[str, Any]) -> None:
     """Let forms that wait come last, in an order that does not depend on when they came."""
     for name in sorted(filter(is_waiting, buffers)):
         buffers[name] = buffers.pop(name)
+
+
+class HookNumbers:
+    """How many hooks were registered on anything, but for graphsplit's own of each step."""
+
+    _own: ClassVar[int] = 0
+
+    @classmethod
+    def note_own(cls, count: int) -> None:
+        """Take note of hooks that graphsplit has registered itself."""
+        cls._own += count
+
+    @classmethod
+    def registered(cls) -> int:
+        """The number, which grows with every hook of other code."""
+        own = cls._own  # first: what another thread registers meanwhile must not make it smaller
+        return RemovableHandle.next_id - own

@@ -138,14 +138,14 @@ def test_a_step_moves_no_more_than_train_step_and_a_kilobyte(
 
 
 def test_what_an_optimizer_writes_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, original = [], Planner.python_step
+    told, original = [], Planner._message
 
-    def python_step(self: Planner, *args: Any, **options: Any) -> Any:
+    def message(self: Planner, *args: Any, **options: Any) -> Any:
         found = original(self, *args, **options)
         told.append(found.written)
         return found
 
-    monkeypatch.setattr(Planner, "python_step", python_step)
+    monkeypatch.setattr(Planner, "_message", message)
     run(lambda: by_own_loop(3))
     assert len(told) > NUM_WORKERS and told[-2 * NUM_WORKERS :] == [()] * 2 * NUM_WORKERS
 

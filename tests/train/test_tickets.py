@@ -236,7 +236,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         num_kept=0,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,
-        ahead=lambda mode: None,
+        ahead=lambda mode, signature: None,
         check_python_step=lambda *a, **k: None,
         recording_for=lambda *a, **k: SimpleNamespace(
             recording=SimpleNamespace(

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import is_elsewhere
@@ -24,6 +23,7 @@ from graphsplit.optimizers.parameter_hooks import (
     line_of,
     state_of_hooks,
 )
+from graphsplit.torch_ext.attributes import HookNumbers
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _HAS = " has hooks: "  # between the name of a parameter and how many; one's line follows
@@ -146,7 +146,7 @@ class ParameterHooks:
 
     def _look(self) -> None:
         """See which hooks there are, if any can have come or gone."""
-        registered = RemovableHandle.next_id
+        registered = HookNumbers.registered()
         if registered == self.num_registered and all(
             _numbers_of(tensor) == numbers for tensor, numbers in self._hooked
         ):
