@@ -316,18 +316,17 @@ def _sort(buffers: dict[str, Any]) -> None:
         buffers[name] = buffers.pop(name)
 
 
-class HookNumbers:
-    """How many hooks were registered on anything, but for graphsplit's own of each step."""
+class OwnHooks:
+    """The hooks that graphsplit itself registers at each step, among all that torch numbers.
 
-    _own: ClassVar[int] = 0
+    Attributes:
+        count: How many there were.
+    """
 
-    @classmethod
-    def note_own(cls, count: int) -> None:
-        """Take note of hooks that graphsplit has registered itself."""
-        cls._own += count
+    count: ClassVar[int] = 0
 
-    @classmethod
-    def registered(cls) -> int:
-        """The number, which grows with every hook of other code."""
-        own = cls._own  # first: what another thread registers meanwhile must not make it smaller
-        return RemovableHandle.next_id - own
+
+def num_hooks() -> int:
+    """How many hooks other code has registered so far, on anything."""
+    own = OwnHooks.count  # first: what another thread registers meanwhile must not make it smaller
+    return RemovableHandle.next_id - own

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphsplit.runtime.segments.autograd import accumulate_all, keep_apart
 from graphsplit.runtime.segments.backward import backward
-from graphsplit.torch_ext.attributes import HookNumbers
+from graphsplit.torch_ext.attributes import num_hooks
 
 
 def test_gradients_of_weights_are_added_one_by_one_and_never_all_held() -> None:
@@ -108,9 +108,9 @@ def test_no_gradient_leaves_none() -> None:
 def test_hooks_of_a_backward_are_none_that_a_script_has_registered() -> None:
     x = torch.ones(2, requires_grad=True)
     leaf = (x * 2).detach().requires_grad_()
-    before = HookNumbers.registered()
+    before = num_hooks()
     (given,) = backward([(leaf * 3).sum()], [torch.ones(())], [leaf], [])
     assert given is not None and given.tolist() == [3.0, 3.0]
-    assert HookNumbers.registered() == before
+    assert num_hooks() == before
     leaf.register_hook(lambda gradient: None)
-    assert HookNumbers.registered() == before + 1
+    assert num_hooks() == before + 1

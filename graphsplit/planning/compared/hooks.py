@@ -23,7 +23,7 @@ from graphsplit.optimizers.parameter_hooks import (
     line_of,
     state_of_hooks,
 )
-from graphsplit.torch_ext.attributes import HookNumbers
+from graphsplit.torch_ext.attributes import num_hooks
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _HAS = " has hooks: "  # between the name of a parameter and how many; one's line follows
@@ -146,7 +146,7 @@ class ParameterHooks:
 
     def _look(self) -> None:
         """See which hooks there are, if any can have come or gone."""
-        registered = HookNumbers.registered()
+        registered = num_hooks()
         if registered == self.num_registered and all(
             _numbers_of(tensor) == numbers for tensor, numbers in self._hooked
         ):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from graphsplit.optimizers.ownership import (
     LEFT_OUT,
@@ -29,7 +30,7 @@ from graphsplit.optimizers.ownership import (
 )
 from graphsplit.planning.compared.announced import PythonStep
 from graphsplit.planning.compared.hooks import ParameterHooks, hooks_apart, without_hooks
-from graphsplit.torch_ext.attributes import HookNumbers
+from graphsplit.torch_ext.attributes import OwnHooks
 from graphsplit.torch_ext.data_attribute import LENT, settle_lent
 
 _MAX_NAMED = 1 << 15  # characters of names: they travel in a ticket
@@ -118,8 +119,8 @@ class Writes:
 
     def _hooks_count(self) -> bool:
         """Whether there are hooks, or any can have come; looked at here, as it is every step."""
-        hooks = self.hooks
-        return hooks.are_there or hooks.num_registered != HookNumbers.registered()
+        hooks, own = self.hooks, OwnHooks.count
+        return hooks.are_there or hooks.num_registered != RemovableHandle.next_id - own
 
     def _written(self, *, with_replaced: bool) -> tuple[str, ...]:
         self._begun = Elsewhere.num_left_out

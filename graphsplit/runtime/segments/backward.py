@@ -27,7 +27,7 @@ from graphsplit.runtime.segments.blocks import bind_add_block, bind_part
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
 from graphsplit.runtime.step_state import Gradient, StepState
-from graphsplit.torch_ext.attributes import HookNumbers
+from graphsplit.torch_ext.attributes import OwnHooks
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
 
 Action = Callable[[StepState], None]
@@ -336,7 +336,7 @@ def backward(
         for index, leaf in enumerate(leaves)
         if leaf is not None
     ]
-    HookNumbers.note_own(len(nodes))
+    OwnHooks.count += len(nodes)
     # What torch.autograd.backward calls once it has checked its arguments, which takes it longer
     # than the backward of a small layer does.
     run_torchs_backward(
@@ -378,7 +378,7 @@ def _backward_apart(
     taken: list[Gradient] = [None] * len(parameters)
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
     hooks = [node.register_prehook(_taking(taken, index)) for index, node in enumerate(nodes)]
-    HookNumbers.note_own(len(hooks))
+    OwnHooks.count += len(hooks)
     found = backward(roots, root_gradients, leaves, parameters)
     for hook in hooks:  # the graphs of earlier calls hold the same nodes
         hook.remove()
