@@ -311,7 +311,8 @@ class ThreadCluster:
             self.turns.changed.notify_all()
 
     def join(self, seat: int) -> None:
-        """A worker comes that the job went on without."""
+        """A worker comes that the job went on without: not before it has been lost."""
+        self.turns.wait_for(lambda: seat not in self._next_seats or self._failure is not None)
         if seat in self._next_seats:
             return
         self._next_seats = tuple(sorted((*self._next_seats, seat)))
