@@ -150,6 +150,9 @@ class _DataWalk(Walk):
 
     def _visit_container(self, value: Any, name: str) -> bool:
         if isinstance(value, np.ndarray) and (value.nbytes > _MOST_COPIED or value.dtype.hasobject):
+            if _is_summed(value):
+                self.is_long = True
+                self._hold(value, name, lambda: _sum_of(value), lambda _: None)
             return True
         self.is_long |= isinstance(value, np.ndarray) and value.nbytes > _MOST_ITEMS
         if not isinstance(value, _LARGE) or len(value) <= _MOST_ITEMS:
@@ -161,6 +164,19 @@ class _DataWalk(Walk):
         for item in itertools.islice(items, _MOST_ITEMS):
             self._push(item, name)
         return True
+
+
+def _is_summed(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a large array is watched by a sum: code may write to it, and it is in memory."""
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    is_file = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
+    return is_whole and array.flags.writeable and not (is_file or array.dtype.hasobject)
+
+
+def _sum_of(array: np.ndarray[Any, Any]) -> int:
+    octets = array.reshape(-1, order="A").view(np.uint8)
+    words = octets.view(np.uint64) if octets.size % 8 == 0 else octets
+    return int(np.add.reduce(words, dtype=np.uint64))
 
 
 def probe(

@@ -285,7 +285,7 @@ class Job:
         Others may have found the same at once: whose error ended the job, the verdict says.
         """
         cause = self.member.failure_of(error)
-        setattr(error, _REPORTED, True)  # else a call around this one would do it again
+        vars(error)[_REPORTED] = True  # else a call around this one would do it again
         if cause is not None:
             self.member.report_failure(cause)
             self.member.await_verdict()

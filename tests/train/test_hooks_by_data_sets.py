@@ -125,13 +125,19 @@ def removes(net: Net, num_read: int) -> None:
             handle.remove()
 
 
-def train(
-    make_loader: Callable[[Net, Change], Any], change: Change, microbatches: int = 1
-) -> list[Any]:
+def hooked() -> Net:
     torch.manual_seed(0)
     net = Net()
     net.handles = [p.register_hook(lambda gradient: gradient * 0.5) for p in net.b.parameters()]
-    net.optimizer = optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    net.optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return net
+
+
+def train(
+    make_loader: Callable[[Net, Change], Any], change: Change, microbatches: int = 1
+) -> list[Any]:
+    net = hooked()
+    optimizer = net.optimizer
     model = gs.Model(net, F.mse_loss, optimizer, microbatches=microbatches)
     model.train(2, make_loader(net, change))
     return [copy.deepcopy(model.state_dict()), torch.rand(1)]
@@ -140,10 +146,8 @@ def train(
 def plain(
     make_loader: Callable[[Net, Change], Any], change: Change, microbatches: int = 1
 ) -> list[Any]:
-    torch.manual_seed(0)
-    net = Net()
-    net.handles = [p.register_hook(lambda gradient: gradient * 0.5) for p in net.b.parameters()]
-    net.optimizer = optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    net = hooked()
+    optimizer = net.optimizer
     loader = make_loader(net, change)
     for _ in range(2):
         for x, y in loader:

@@ -203,6 +203,19 @@ class Counting(Counted):
         return x * self.num_read, y
 
 
+class InLargeArray(Counted):
+    """A count that shows in one sample alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros((1 << 20) + 1, dtype=np.uint8)
+
+    def __getitem__(self, index: int) -> Any:
+        self.counts[0] += 1
+        x, y = super().__getitem__(index)
+        return x * int(self.counts[0]) if index == 7 else x, y
+
+
 class AfterAnother(Counted):
     """What was read before is kept where Python does not see it."""
 
@@ -261,6 +274,7 @@ _VALUES = "rows that are read by themselves have other values than in the whole 
         (FromTorch, {}, "reading a batch draws from torch's generator"),
         (FromItsOwn, {}, "reading a batch changes "),
         (Counting, {}, "reading a batch changes "),
+        (InLargeArray, {}, "reading a batch changes an attribute of InLargeArray['counts']"),
         (AfterAnother, {}, _VALUES),
         (AtOnce, {}, _VALUES),
         (FromFile, {}, _VALUES),

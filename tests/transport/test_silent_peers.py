@@ -136,20 +136,24 @@ def test_both_ends_notice_that_nothing_comes_back(pair: Pair):
         abort.set(_CAUSE)
 
 
+def send_to(address: str) -> None:
+    """A worker sends to an address at which nobody answers, and gives up."""
+    hub = Hub(bind_host="127.0.0.1", mode="grpc", silence_s=SILENCE_S)
+    peers = [{"token": "0" * 32, "grpc": address}, hub.endpoints]
+    abort = AbortSignal()
+    policy = WaitPolicy(abort, DEADLINE_S)
+    transport = hub.connect(rank=1, job="job", generation=1, peers=peers, policy=policy)
+    sender = transport.open_sender(spec_of(source=1, destination=0))
+    with pytest.raises(TransportError, match=SILENT):
+        sender.send(torch.ones(4), step=0, microbatch=0)
+    abort.set(_CAUSE)
+    transport.close()
+
+
 def test_a_peer_that_cannot_be_reached_at_all_is_noticed():
     """Its port takes connections, as the kernel of a frozen process does, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        hub = Hub(bind_host="127.0.0.1", mode="grpc", silence_s=SILENCE_S)
-        address = "{}:{}".format(*mute.getsockname())
-        peers = [{"token": "0" * 32, "grpc": address}, hub.endpoints]
-        abort = AbortSignal()
-        policy = WaitPolicy(abort, DEADLINE_S)
-        transport = hub.connect(rank=1, job="job", generation=1, peers=peers, policy=policy)
-        sender = transport.open_sender(spec_of(source=1, destination=0))
-        with pytest.raises(TransportError, match=SILENT):
-            sender.send(torch.ones(4), step=0, microbatch=0)
-        abort.set(_CAUSE)
-        transport.close()
+        send_to("{}:{}".format(*mute.getsockname()))
 
 
 def test_a_pair_that_cannot_connect_is_named_long_before_it_fails_the_job(
@@ -168,17 +172,8 @@ def test_a_pair_that_cannot_connect_is_named_long_before_it_fails_the_job(
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        hub = Hub(bind_host="127.0.0.1", mode="grpc", silence_s=SILENCE_S)
         address = "{}:{}".format(*full.getsockname())
-        peers = [{"token": "0" * 32, "grpc": address}, hub.endpoints]
-        abort = AbortSignal()
-        policy = WaitPolicy(abort, DEADLINE_S)
-        transport = hub.connect(rank=1, job="job", generation=1, peers=peers, policy=policy)
-        sender = transport.open_sender(spec_of(source=1, destination=0))
-        with pytest.raises(TransportError, match=SILENT):
-            sender.send(torch.ones(4), step=0, microbatch=0)
-        abort.set(_CAUSE)
-        transport.close()
+        send_to(address)
     (line,) = said
     assert line.startswith("this worker reaches the scheduler, and cannot reach worker 0 at ")
     assert f"{address} (timed out)\n  Fix: open the ports between the two" in line
