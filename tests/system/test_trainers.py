@@ -65,6 +65,16 @@ THREE = {
 }
 
 
+def killed(example: str, folder: Path, rank: int, call: int) -> None:
+    """Run an example on two workers, one of which dies; the job ends, and names it."""
+    folder.mkdir()
+    job = run_job(
+        "killed_trainer.py", str(EXAMPLES / example), str(folder), str(rank), str(call), workers=2
+    )
+    assert job.status != 0 and job.seconds < 60
+    assert f"worker {rank} was killed by SIGKILL" in job.output.splitlines()[-1]
+
+
 def on_three(example: str, folder: Path, transport: str) -> Finished:
     """Run an example on three workers, one of which is between the other two."""
     text, (old, new) = (EXAMPLES / example).read_text(), THREE[example]
@@ -101,9 +111,11 @@ def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(tmp_pat
     saved = "state/model.safetensors"
     assert (one / saved).read_bytes() == (two / saved).read_bytes()
 
-    resumed = on_workers(example, two, "--resume")
+    lost = tmp_path / "lost"
+    killed(example, lost, rank=1, call=90)  # in epoch 4, behind the checkpoint
+    resumed = on_workers(example, lost, "--resume")
     assert resumed.said_by("worker 0") == lines[4:]
-    losses, *states = end(two, "resumed.pt")
+    losses, *states = end(lost, "resumed.pt")
     expected, *others = end(one)
     assert (losses, len(expected)) == (expected[52:], 104)
     assert difference(states, others) is None
@@ -125,8 +137,10 @@ def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
     for name in ("model/model.safetensors", "model/config.json", "run/checkpoint-30/scheduler.pt"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
-    on_workers(example, two, "--resume")
-    (*logged, whole), *states = end(two, "resumed.pt")
+    lost = tmp_path / "lost"
+    killed(example, lost, rank=0, call=48)  # the one that writes all files
+    on_workers(example, lost, "--resume")
+    (*logged, whole), *states = end(lost, "resumed.pt")
     (*expected, other), *others = end(one)
     assert logged == expected and {**whole, "train_loss": 0} == {**other, "train_loss": 0}
     assert difference(states, others) is None
@@ -151,8 +165,10 @@ def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(tmp_pa
     assert difference(end(one), end(two)) is None and len(end(one)[0]) == 104
 
     plain(example, one, *changes, arguments=("--resume",))  # it draws anew, in one process too
-    on_workers(example, two, "--resume")
-    assert difference(end(one, "resumed.pt"), end(two, "resumed.pt")) is None
+    lost = tmp_path / "lost"
+    killed(example, lost, rank=1, call=90)
+    on_workers(example, lost, "--resume")
+    assert difference(end(one, "resumed.pt"), end(lost, "resumed.pt")) is None
     assert len(end(one, "resumed.pt")[0]) == 52
 
 
