@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from itertools import chain
 
 from graphsplit.capture.reach.holders import Holder, unchanged
-from graphsplit.capture.reach.state import Reached
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import OwnershipError
-from graphsplit.optimizers.parameter_hooks import HookState, hooks_of, line_of
+from graphsplit.optimizers.parameter_hooks import HookState, draws, hooks_of, line_of, state_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _known: dict[tuple[int, ...], tuple[list[object], tuple[HookState, ...]]] = {}
@@ -47,7 +46,7 @@ def _state_of(hooks: list[object]) -> tuple[HookState, ...]:
         held = {
             holder.key: (holder, line_of(hook))
             for hook in hooks
-            for holder in Reached().look([hook])
+            for holder in state_of(hook)
             if holder.decides and not holder.is_tensor
         }
         _known[key] = hooks, tuple(held.values())  # held, so that nothing else gets their numbers
@@ -55,6 +54,8 @@ def _state_of(hooks: list[object]) -> tuple[HookState, ...]:
 
 
 def _error(holder: Holder, line: str) -> OwnershipError:
+    if holder.is_generator:
+        return draws(line)
     return OwnershipError(
         f"a hook on a parameter{line} changes {holder.name} on the worker of the parameter alone; "
         f"in one process the hooks of all parameters would\n"

@@ -1,7 +1,8 @@
 """Hooks on parameters whose Python state is shared with hooks of another worker's parameters.
 
 Each worker runs the hooks of its own parameters, in a process of its own. A list that all of them
-fill would be several lists, and a counter that scales gradients would count a part of them.
+fill would be several lists, and a counter that scales gradients would count a part of them. A hook
+that draws random numbers would draw them from a generator that only its worker has drawn from.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.reach.holders import Holder, unchanged
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
 from graphsplit.frames import where_defined
@@ -20,12 +21,15 @@ from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
 HookState = tuple[Holder, str]  # and the hook's line
+_OF_PROCESS = frozenset(map(id, (torch.default_generator, PYTHONS, NUMPYS)))
 
 
 def state_of_hooks(
     tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int], rank: int
 ) -> tuple[HookState, ...]:
     """Python state that hooks of this worker's parameters can reach, and others' hooks as well.
+
+    With it are the generators of the process that they can reach, though no other hook does.
 
     Args:
         tensors: Parameters and buffers by name, all of them.
@@ -39,11 +43,7 @@ def state_of_hooks(
         hooks = hooks_of(tensor)
         if not hooks:
             continue
-        found = {
-            holder.key: (holder, line_of(hook))
-            for hook in hooks
-            for holder in Reached().look([hook])
-        }
+        found = {holder.key: (holder, line_of(hook)) for hook in hooks for holder in state_of(hook)}
         if owners.get(name) == rank:
             mine |= found
         else:
@@ -51,8 +51,13 @@ def state_of_hooks(
     return tuple(
         (holder, line)
         for key, (holder, line) in mine.items()
-        if key in theirs and key not in network and holder.decides
+        if (key in theirs or key in _OF_PROCESS) and key not in network and holder.decides
     )
+
+
+def state_of(hook: Any) -> tuple[Holder, ...]:
+    """Python state that a hook can reach; torch's generator, too, which all code can."""
+    return Reached().look([hook, torch.default_generator])
 
 
 def with_hooks(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
@@ -131,12 +136,29 @@ def hooks_leave(held: Sequence[HookState]) -> AbstractContextManager[None]:
     Raises:
         OwnershipError: They have changed some of it.
     """
-    return unchanged(
-        held,
-        lambda holder, line: OwnershipError(
-            f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "
-            f"other workers use too; each worker has its own, unlike in one process\n"
-            f"  Fix: look at p.grad after backward() in an own loop, in a callback's on_gradients "
-            f"with a Model; or give each parameter's hook a state of its own."
-        ),
+    return unchanged(held, _refusal)
+
+
+def _refusal(holder: Holder, line: str) -> OwnershipError:
+    if holder.key in _OF_PROCESS:
+        return draws(line)
+    return OwnershipError(
+        f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "
+        f"other workers use too; each worker has its own, unlike in one process\n"
+        f"  Fix: look at p.grad after backward() in an own loop, in a callback's on_gradients "
+        f"with a Model; or give each parameter's hook a state of its own."
+    )
+
+
+def draws(line: str) -> OwnershipError:
+    """The error for a hook that draws random numbers.
+
+    Args:
+        line: The hook's line, as ``line_of`` gives it.
+    """
+    return OwnershipError(
+        f"a hook on a parameter{line} draws random numbers, on the worker of the parameter alone; "
+        f"in one process all hooks draw from one generator, one after the other\n"
+        f"  Fix: draw after backward() in an own loop (gs.distribute), as in "
+        f"p.grad.add_(torch.randn_like(p)); or before the step, on every worker."
     )

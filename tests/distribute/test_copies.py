@@ -240,6 +240,31 @@ def test_a_hook_of_a_parameter_that_keeps_something_is_refused(
     assert "test_copies.py" in str(caught.value)
 
 
+def draw_in_hooks(trained: Trained) -> None:
+    for parameter in trained.net.parameters():
+        parameter.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+    trained.step()
+
+
+def draw_after_backward(trained: Trained) -> Any:
+    for _ in range(3):
+        trained.optimizer.zero_grad()
+        trained.net(torch.randn(6, 8)).square().mean().backward()
+        for parameter in trained.net.parameters():
+            parameter.grad.add_(torch.randn_like(parameter))
+        trained.optimizer.step()
+    return copy.deepcopy(dict(trained.net.state_dict())), torch.get_rng_state()
+
+
+def test_noise_is_added_after_backward_and_not_by_hooks() -> None:
+    with pytest.raises(OwnershipError, match=r"a hook on a parameter .*copies.*draws random num"):
+        on_workers(draw_in_hooks)
+
+    expected = draw_after_backward(Trained(plain))
+    for found in on_workers(draw_after_backward):
+        assert is_same(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["detach", "data", "state"])
 def test_a_tensor_taken_before_the_first_call_does_not_go_stale_without_a_word(kind: str) -> None:
     def run(rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
@@ -112,6 +113,27 @@ def test_other_hooks_have_the_bits_of_a_plain_loop(register: Register) -> None:
     assert ThreadCluster(lambda _: train(register), 2).run() == [plain(register)] * 2
 
 
+def draws(net: nn.Module, log: list[str]) -> None:
+    net[0].weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+
+def draws_by_numpy(net: nn.Module, log: list[str]) -> None:
+    def scale(parameter: torch.Tensor) -> None:
+        parameter.grad *= np.random.rand()
+
+    net[2].bias.register_post_accumulate_grad_hook(scale)
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("place", [apart, replicas])
+@pytest.mark.parametrize("register", [draws, draws_by_numpy])
+def test_a_hook_that_draws_is_refused(
+    register: Register, place: Callable[[nn.Sequential], None]
+) -> None:
+    with pytest.raises(OwnershipError, match=r"hook on a parameter .*hooks_of_param.*draws random"):
+        ThreadCluster(lambda _: train(register, place, 2), 2, is_recoverable=False).run()
+
+
 def test_only_what_is_shared_is_watched() -> None:
     net, log, own = nn.Linear(1, 1), [0], [0]
     net.weight.register_hook(lambda gradient: log.append(1) or own.append(1))
@@ -124,7 +146,8 @@ def test_only_what_is_shared_is_watched() -> None:
         own.append(2)
     with pytest.raises(OwnershipError, match="changes log"), hooks_leave(held):
         log.append(2)
-    assert state_of_hooks(tensors, {"weight": 0, "bias": 0}, 0) == ()
+    (generator,) = state_of_hooks(tensors, {"weight": 0, "bias": 0}, 0)
+    assert generator[0].is_generator
 
 
 def clamps(net: nn.Module, log: list[str]) -> None:
