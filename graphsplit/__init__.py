@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from graphsplit.marks.annotations import op, place
     from graphsplit.marks.ignored import ignore
     from graphsplit.marks.rules import apply_placement
+    from graphsplit.marks.wire import wire
     from graphsplit.optimizers import clip
     from graphsplit.optimizers.per_parameter import per_parameter
     from graphsplit.recovery.loops.loop import loop
@@ -96,6 +97,7 @@ __all__ = [
     "scatter",
     "send",
     "split_microbatches",
+    "wire",
 ]
 
 
@@ -135,6 +137,7 @@ _HOMES = {
     "scatter": "collectives.calls",
     "send": "collectives.calls",
     "split_microbatches": "batches.microbatches",
+    "wire": "marks.wire",
 }
 
 

@@ -63,6 +63,7 @@ class Node:
             out of a tuple.
         stays: Whether it runs where its (last) operand is, whatever is placed around it: it costs
             nothing, and would only be a detour.
+        wire: The dtype that holds all its values without loss, by ``gs.wire``; None: its own.
         changes_inputs: Whether it modifies an operand in place.
         shares_modified: Nodes whose memory it shares after somebody modified it in place, each
             with whether that memory is a parameter or buffer. Values of others must lie in the
@@ -88,6 +89,7 @@ class Node:
     draws_from_process: bool = False
     with_producer: bool = False
     stays: bool = False
+    wire: torch.dtype | None = None
     changes_inputs: bool = False
     shares_modified: tuple[tuple[int, bool], ...] = ()
     requires_grad: bool = False

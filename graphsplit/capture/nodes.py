@@ -29,6 +29,7 @@ from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
+from graphsplit.marks.wire import ROUND
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import schema_of
 from graphsplit.torch_ext.private import OperatorBase
@@ -207,7 +208,9 @@ class NodeBuilder:
             is_random=is_random(fx_node),
             draws_from_process=draws_from_process(fx_node),
             with_producer=is_element and any(self.nodes[r].meta is None for r in reads),
-            stays=isinstance(fx_node.target, EnterBranches),
+            stays=isinstance(fx_node.target, EnterBranches)
+            or self._rounds_a_result(fx_node, reads),
+            wire=_wire(fx_node),
             changes_inputs=bool(written),
             shares_modified=shares_modified,
             requires_grad=requires_grad,
@@ -219,6 +222,10 @@ class NodeBuilder:
         self._append(fx_node, node)
         if node.requires_grad and _says_what_it_writes(fx_node):
             self._note_written_with_grad(written)
+
+    def _rounds_a_result(self, fx_node: FxNode, reads: tuple[int, ...]) -> bool:
+        """Whether it rounds what another operation makes, so that fewer bytes leave that."""
+        return _wire(fx_node) is not None and self.nodes[reads[0]].kind is NodeKind.OPERATION
 
     def _note_written_with_grad(self, written: tuple[FxNode, ...]) -> None:
         """``y[0] = w``: from now on ``y``, made without a gradient, carries that of ``w``."""
@@ -339,6 +346,12 @@ def _operands(fx_node: FxNode) -> list[FxNode]:
 def _meta(fx_node: FxNode) -> TensorMeta | None:
     value = fx_node.meta.get("val")
     return TensorMeta.of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _wire(fx_node: FxNode) -> torch.dtype | None:
+    dtype = fx_node.args[1] if fx_node.target is ROUND else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _module_path(fx_node: FxNode) -> str:

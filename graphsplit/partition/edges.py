@@ -7,6 +7,7 @@ generator's state.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count, groupby, pairwise
 
 import torch
@@ -15,7 +16,12 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.partition.drawing import drawing_node
 from graphsplit.partition.foresight import foresee_splits
-from graphsplit.partition.gradients import Contribution, GradientOrder, order_gradients
+from graphsplit.partition.gradients import (
+    Contribution,
+    GradientOrder,
+    differentiable_uses,
+    order_gradients,
+)
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SegmentIO, SumTerm
 from graphsplit.partition.segments import Segmentation, cut_into_segments
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
@@ -94,6 +100,7 @@ class _Partitioner:
         self.workers = placed.workers
         self.segmentation = segmentation
         self.gradients = gradients
+        self.uses = differentiable_uses(self.nodes)
         self.is_microbatched = is_microbatched
         self.edges: list[Edge] = []
         self.home = self._home() if home is None else home
@@ -169,7 +176,7 @@ class _Partitioner:
                 value,
                 self.workers[value],
                 worker,
-                node.meta,
+                node.meta if node.wire is None else replace(node.meta, dtype=node.wire),
                 per_step=node.is_state and value not in self.graph.modified,
             )
         )
@@ -225,11 +232,19 @@ class _Partitioner:
             for part in parts:
                 meta = self.nodes[value].meta
                 assert meta is not None
+                wire = self.nodes[value].wire
+                if wire is not None and is_first and self._is_whole_gradient(value, part):
+                    meta = replace(meta, dtype=wire)
                 terms.append(SumTerm(edge=len(self.edges)))
                 self.edges.append(
                     Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part)
                 )
         return tuple(terms)
+
+    def _is_whole_gradient(self, value: int, contributions: tuple[int, ...]) -> bool:
+        """Whether nothing is added to them where they arrive: then they may be rounded before."""
+        uses = sum(len(self._uses_of(c)) for c in contributions)
+        return uses == len(self.uses[value]) and value not in self.graph.given_roots
 
     def _worker_of_sum(self, value: int) -> int:
         """See ``PartitionPlan``."""

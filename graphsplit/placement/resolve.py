@@ -3,7 +3,7 @@
 For every operation the first rule that applies wins:
 
 1. it must run where its operand is made (an element of a tuple; what hands an operand to the
-   branches of a ``torch.cond``),
+   branches of a ``torch.cond``; the rounding of ``gs.wire``),
 2. the innermost ``with gs.place(...)`` or ``gs.op(...).place(...)`` around it,
 3. a rule of ``gs.apply_placement`` for operations,
 4. for a branch, loop or call that is kept whole: the placed modules whose parameters it uses,
@@ -281,7 +281,7 @@ class _Resolver:
         return self._set(
             position,
             self._known_worker(heaviest),
-            f"affinity: beside {self.nodes[heaviest].name}",
+            f"{'affinity' if node.wire is None else 'wire'}: beside {self.nodes[heaviest].name}",
         )
 
     def _known_worker(self, position: int) -> int:

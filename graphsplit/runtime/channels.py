@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from graphsplit.capture.graph import Node
 from graphsplit.errors import StepFailedError
@@ -113,6 +115,34 @@ class ChannelEnds:
             if spec.destination == worker:
                 ends.receivers[index] = transport.open_receiver(spec)
         return ends
+
+    def sending(self, edge: Edge, node: Node) -> Callable[..., None]:
+        """How an edge's values are sent: in the dtype of the edge, which loses nothing of them."""
+        send, dtype = self.senders[edge.index].send, edge.meta.dtype
+        if not _is_narrowed(edge, node):
+            return send
+
+        def narrow_and_send(value: torch.Tensor | None, *, step: int, microbatch: int) -> None:
+            send(None if value is None else value.to(dtype), step=step, microbatch=microbatch)
+
+        return narrow_and_send
+
+    def receiving(self, edge: Edge, node: Node) -> Callable[..., torch.Tensor | None]:
+        """How an edge's values are received: in the dtype of the value."""
+        receive, meta = self.receivers[edge.index].receive, node.meta
+        if not _is_narrowed(edge, node) or meta is None:
+            return receive
+
+        def receive_and_widen(*, step: int, microbatch: int) -> torch.Tensor | None:
+            value = receive(step=step, microbatch=microbatch)
+            return None if value is None else value.to(meta.dtype)
+
+        return receive_and_widen
+
+
+def _is_narrowed(edge: Edge, node: Node) -> bool:
+    is_value = edge.kind in (EdgeKind.VALUE, EdgeKind.GRADIENT)
+    return is_value and node.wire is not None and edge.meta.dtype == node.wire
 
 
 def first_received(program: WorkerProgram, plan: PartitionPlan) -> int | None:

@@ -97,7 +97,7 @@ class ProgramRunner:
         }
         self._changing = changing_state(parts.plan, parts.state)
         self._is_microbatched = parts.plan.is_microbatched
-        ends = ChannelEnds.open(
+        self._ends = ends = ChannelEnds.open(
             parts.plan,
             parts.plan_number,
             worker=parts.program.worker,
@@ -398,7 +398,7 @@ class ProgramRunner:
         return lambda state: state.values[microbatch][slot]
 
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
-        send = self._senders[edge.index].send
+        send = self._ends.sending(edge, self._nodes[edge.value])
         value = edge.value
         if edge.kind is EdgeKind.REDUCTION:
             return bind_send_reduction(self._plan, edge, send)
@@ -428,7 +428,7 @@ class ProgramRunner:
         )
 
     def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
-        receive = self._receivers[edge.index].receive
+        receive = self._ends.receiving(edge, self._nodes[edge.value])
         index, value = edge.index, edge.value
         slot = self._plan.slot(value)
         if edge.kind is EdgeKind.REDUCTION:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from loop_helpers import Distribute, Loop, placed
+from loop_helpers import Distribute, Loop, placed, plain
 from loops import small
 from several_networks import layers
 from torch import nn
@@ -322,6 +322,37 @@ def viewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+class Rounding(nn.Module):
+    """Layers between which values are rounded: by two casts, or by ``gs.wire``."""
+
+    def __init__(self, is_plain: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.is_plain = is_plain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        h = self.first(x)
+        h = h.to(torch.bfloat16).to(h.dtype) if self.is_plain else gs.wire(h, torch.bfloat16)
+        made: torch.Tensor = self.last(torch.relu(h))
+        return made.half().float() if self.is_plain else gs.wire(made, torch.float16)
+
+
+def rounding(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """What is rounded between the workers, and on its way to the loop."""
+    net = Rounding(distribute is plain)
+    net = distribute(placed(net, [net.first, net.last], ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = net(torch.randn(6, 8))
+        loss = outputs.square().mean() + outputs.norm()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), [p.grad for p in net.parameters()]
+    yield net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
     carried,
     measured,
@@ -332,6 +363,7 @@ LOOPS: tuple[Loop, ...] = (
     masked,
     moved,
     reused,
+    rounding,
     traps,
     unfollowed,
     viewed,

@@ -71,6 +71,16 @@ def test_a_loop_without_graphsplit_has_the_bits_of_a_model(name: str, options: A
         assert torch.equal(one, other)
 
 
+def test_two_casts_have_the_bits_of_a_wired_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {block.name: block for block in ALONE}
+    assert "graphsplit" not in programs["rounded.py"].text
+    for name in ("rounded.py", "wired.py"):
+        save(programs[name])
+    plain, wired = map(runpy.run_path, ("rounded.py", "wired.py"))
+    for one, other in zip(plain["net"].parameters(), wired["net"].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_checkpoint_that_was_saved_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = (block for block in ALONE if block.name == "save_and_load.py")
     save(block)

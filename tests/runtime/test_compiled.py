@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -90,6 +91,25 @@ def test_segments_are_compiled_once_for_each_shape() -> None:
     assert len(compiled) == 2 * num_segments[Mode.TRAIN] + num_segments[Mode.PREDICT]
     expected, _ = trained(False, sizes)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Wired(Branches):
+    """Values that are rounded on their way to the next worker."""
+
+    def forward(self, x):
+        hidden = gs.wire(F.gelu(self.first(x)), torch.bfloat16)
+        return self.last(gs.wire(self.norm(hidden), torch.float16))
+
+
+def test_a_compiler_that_changes_no_bit_keeps_wired_values() -> None:
+    found: list[list[torch.Tensor]] = []
+    for compile in (False, {"backend": "aot_eager"}):
+        cluster = SimulatedCluster(functools.partial(task, compile, Wired), num_workers=2)
+        torch.manual_seed(2)
+        losses = [cluster.train_step((batch, {}))[0] for batch in batches((6, 6))]
+        norm = cluster.owner_of("norm.bias").task.network.norm
+        found.append([*losses, norm.bias, norm.running_var])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("order", ["left", "pairs"])

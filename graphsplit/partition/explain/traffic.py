@@ -93,8 +93,10 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
     for edge in plan.edges:
         if nodes[edge.value].is_state != is_state or edge.kind not in _GRADIENTS:
             continue
-        for value in plan.members_of(edge.value):
-            one = replace(edge, value=value, meta=nodes[value].meta or edge.meta)
+        members = plan.members_of(edge.value)
+        for value in members:
+            meta = (nodes[value].meta or edge.meta) if len(members) > 1 else edge.meta
+            one = replace(edge, value=value, meta=meta)
             key = (value, edge.destination, edge.source)
             if key in found:
                 found[key].back += one.meta.size_bytes
