@@ -66,7 +66,13 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Over:
-    """The job has finished: nobody who comes now will be needed."""
+    """The job has finished: nobody who comes now will be needed.
+
+    Attributes:
+        vacant: The ranks that nobody held at the end.
+    """
+
+    vacant: tuple[int, ...] = ()
 
 
 Note = Ended | Beat | GivenUp | Over

@@ -13,7 +13,14 @@ from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, 
 from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.launcher import Launcher
 from graphsplit.cluster.scheduler.sessions import Sessions
-from graphsplit.cluster.wire.messages import Abort, Heartbeat, Leave, MeetingKind, Recovering
+from graphsplit.cluster.wire.messages import (
+    Abort,
+    Heartbeat,
+    Leave,
+    MeetingKind,
+    Recovering,
+    Rejoin,
+)
 from graphsplit.errors import JobFailedError
 from graphsplit.launcher_line import VARIABLE, Beat, Ended, GivenUp, Line, Over
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -313,3 +320,15 @@ def test_a_scheduler_that_has_ended_may_take_long_to_go(start_cluster, monkeypat
     assert last == Beat(30)
     for end in (ours, theirs):
         end.close()
+
+
+def test_the_launcher_is_told_which_ranks_nobody_held_at_the_finish(given_up):
+    scheduler = given_up(num_workers=3, recovery="go_on").form()
+    scheduler.feed(Disconnected(1))
+    scheduler.pass_time(0.4)
+    for node in (0, 2):
+        scheduler.say(node, Rejoin(scheduler.state.generation, {"grpc": "10.0.0.9:1"}))
+    scheduler.answer_plan()
+    for node in (0, 2):
+        scheduler.arrive(node, MeetingKind.FINISH)
+    assert scheduler.given_up == [Over((1,))]

@@ -163,6 +163,24 @@ def test_a_frozen_worker_that_the_job_went_on_without_is_ended() -> None:
     assert ending.status == 0
 
 
+def test_one_that_has_not_come_when_the_others_have_finished_is_ended() -> None:
+    names = {"scheduler", "worker 0", "worker 1", "worker 2"}
+    ending = JobEnding(names, goes_on=True, restarts=1)
+    assert ending.exited("worker 1", returncode=-9, now_s=1.0)
+    assert ending.over(["worker 1"]) == {"worker 1"}
+    for name in ("worker 0", "worker 2"):
+        ending.exited(name, returncode=0, now_s=2.0)
+    assert not ending.exited("worker 1", returncode=-9, now_s=2.0)
+    ending.exited("scheduler", returncode=0, now_s=2.0)
+    assert ending.status == 0 and not ending.running
+
+
+def test_only_one_that_was_started_again_is_ended_when_the_job_is_over() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, restarts=1)
+    assert ending.over(["worker 1"]) == set()
+    assert ending.exited("worker 1", returncode=-9, now_s=1.0) is False
+
+
 def test_one_that_comes_when_the_others_have_finished_is_no_failure() -> None:
     ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True, restarts=1)
     assert ending.exited("worker 1", returncode=-9, now_s=1.0)

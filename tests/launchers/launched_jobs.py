@@ -103,25 +103,30 @@ def assert_learns_as_alone(launch: Launch, folder: Path, *, started: str) -> Non
 
 
 def assert_recovers_as_alone(
-    launch: Callable[[tuple[str, ...]], AbstractContextManager[subprocess.Popen[str]]], folder: Path
+    launch: Callable[[tuple[str, ...]], AbstractContextManager[subprocess.Popen[str]]],
+    folder: Path,
+    *options: str,
+    ranks: Sequence[int] = (0, 1, 2),
 ) -> str:
-    """Worker 1 of three dies once, and all end with the bits of one process.
+    """Worker 1 of three dies once, and those that are there end with the bits of one process.
 
     Args:
         launch: Launches a job, given its script and the script's arguments.
         folder: A folder of the test's own.
+        options: More arguments of the script.
+        ranks: The workers that are there at the end.
 
     Returns:
         What the launcher printed.
     """
-    command = [sys.executable, str(RECOVERING)]
+    command = [sys.executable, str(RECOVERING), *options]
     plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     marks = folder / "marks"
     marks.mkdir()
-    with launch((str(RECOVERING), "--die", "1:BACKWARD:5", "--marks", str(marks))) as job:
+    with launch((str(RECOVERING), "--die", "1:BACKWARD:5", "--marks", str(marks), *options)) as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
-    for rank in range(3):
+    for rank in ranks:
         said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
         assert [line for line in said if line in plain][-len(plain) :] == plain
     return output

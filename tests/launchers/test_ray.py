@@ -131,15 +131,45 @@ def test_an_ended_job_leaves_nothing_behind(
     assert_only_the_cluster_is_left(folder)
 
 
-def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
-    cluster: Any, folder: Path, tmp_path: Path, resources: Path
+WORKER, ACTOR = (), ("--above", "2")
+KILLED = r"worker 1 was killed by SIGKILL on host [\d.]+/1; "
+LOST = r"worker 1 was lost with its host [\d.]+/1: its actor has ended .*; "
+
+
+@pytest.mark.parametrize(
+    ("policy", "restarts", "options", "told"),
+    [
+        ("wait_rejoin", 1, WORKER, KILLED + "starting it again"),
+        ("wait_rejoin", 1, ACTOR, LOST + "starting it again"),
+        ("restart", 1, WORKER, KILLED + ".*exit status 137\ngraphsplit: starting the job again"),
+        ("restart", 1, ACTOR, LOST + ".*exit status 129\ngraphsplit: starting the job again"),
+        ("go_on", 1, WORKER, KILLED + "starting it again"),
+        ("go_on", 1, ACTOR, LOST + "starting it again"),
+        ("go_on", 0, ACTOR, "going on with 2 of 3 workers, without workers 1"),
+    ],
+)
+def test_a_worker_that_is_lost_is_replaced_and_the_bits_are_the_same(
+    cluster: Any,
+    folder: Path,
+    tmp_path: Path,
+    resources: Path,
+    policy: str,
+    restarts: int,
+    options: tuple[str, ...],
+    told: str,
 ) -> None:
-    given = ("-n", "3", "--resources", str(resources), "--restarts", "1")
-    own = {"GS_RECOVERY": "wait_rejoin", "GS_SNAPSHOT_EVERY": "2"}
+    given = ("-n", "3", "--resources", str(resources), "--restarts", str(restarts))
+    own = {"GS_RECOVERY": policy, "GS_SNAPSHOT_EVERY": "2"}
+    if policy == "restart":
+        own |= {"GS_SNAPSHOT_DISK_EVERY": "2", "MS_RECOVERY_PATH": str(tmp_path / "kept")}
+    replicated = ("--replicated",) if policy == "go_on" else ()
     output = assert_recovers_as_alone(
-        lambda script: running(cluster, folder, *given, script=script, **own), tmp_path
+        lambda script: running(cluster, folder, *given, script=script, **own),
+        tmp_path,
+        *(*replicated, *options),
+        ranks=(0, 1, 2) if restarts else (0, 2),
     )
-    assert re.search(r"worker 1 was killed by SIGKILL on host [\d.]+/1; starting it again", output)
+    assert re.search(told, output), output
     assert_only_the_cluster_is_left(folder)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +18,11 @@ from click.testing import CliRunner
 
 from graphsplit.cli.commands import main
 from graphsplit.cli.job import JobOptions
+from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.client import HostError
 from graphsplit.cli.ssh.command import agent_command, why_not
+from graphsplit.cli.ssh.connection import HostConnection, RemoteChild
 from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
@@ -25,6 +30,7 @@ from graphsplit.cli.ssh.options import RemoteJob, travelling
 from graphsplit.cli.ssh.places import Places
 from graphsplit.cli.ssh.preparation import scheduler_address, setups
 from graphsplit.encoding.fields import MessageError
+from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.version import __version__
 
 FACTS = Facts(__version__, "2.13.0", "3.11.7", "10.0.0.1", "AVX2", 8, 1 << 30, 1e9)
@@ -259,6 +265,110 @@ def test_workers_of_a_lost_host_move_to_a_spare_one_together() -> None:
     found["d"].is_lost = True
     assert not places.has_place(b) and places.has_place(a)
     assert places.find(b) is found["d"]  # type: ignore[comparison-overlap]
+
+
+def test_a_lost_host_is_reached_anew_where_that_can_be() -> None:
+    found, made = {"a": Connected("a")}, []
+
+    def renew(host: JobHost) -> Connected:
+        made.append(Connected(host.name))
+        return made[-1]
+
+    a = JobHost("a", range(1))
+    places = Places((a,), (), found, renew)  # type: ignore[arg-type]
+    assert places.find(a) is found["a"] and not made  # type: ignore[comparison-overlap]
+    found["a"].is_lost = True
+    assert places.has_place(a) and not made
+    assert places.find(a) is places.find(a) is made[0]  # type: ignore[comparison-overlap]
+    made[0].is_lost = True
+    assert places.find(a) is made[1]  # type: ignore[comparison-overlap]
+
+
+class Piped:
+    """A way to an agent that a test plays."""
+
+    what = "actor"
+
+    def __init__(self) -> None:
+        (orders, to), (out, answers), (err, words) = (os.pipe() for _ in range(3))
+        self.stdin, self.stdout, self.stderr = (
+            os.fdopen(to, "wb", 0), os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
+        )  # fmt: skip
+        self.orders, self.answers = os.fdopen(orders, "rb", 0), os.fdopen(answers, "wb", 0)
+        os.close(words)
+
+    def kill(self) -> None:
+        if not self.answers.closed:
+            self.answers.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.kill()
+        return 0
+
+    def why_not(self, status: int, said: Sequence[str]) -> str:
+        return ""
+
+
+SETUP = frames.Setup(
+    "/job", "train.py", False, False, (), "", ("worker-1",), 30.0, "10.0.0.1", 1, False, (0, 0)
+)
+
+
+Begun = tuple[Piped, HostConnection, RemoteChild]
+
+
+@contextmanager
+def reached_anew(folder: Path, silence_s: float = 30.0) -> Iterator[Begun]:
+    """A worker of a host that is reached anew, whose agent has not said a word."""
+    client = Piped()
+    with closing(HostConnection("b", client, silence_s)) as connection:
+        connection.begin_anew(SETUP)
+        spec = ChildSpec("worker 1", {REPORT_FILE: str(folder / "report")})
+        child = connection.start(spec, ())
+        assert child.stdout is not None and child.stderr is not None
+        with child.stdout, child.stderr, client.orders:
+            yield client, connection, child
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Begun]:
+    with reached_anew(tmp_path) as found:
+        yield found
+
+
+def test_a_host_that_is_reached_anew_gets_its_orders_at_once_and_in_turn(begun: Begun) -> None:
+    client, _, child = begun
+    orders = [frames.read(line) for line in Cutter().feed(client.orders.read(1 << 16))]
+    assert orders == [SETUP, Start("worker 1", {})]
+    ready = frames.HostReady(1, "10.0.0.2", 2, "")
+    for one in (FACTS, ready, frames.ProcessStarted("worker 1", 7)):
+        client.answers.write(frames.written(one))
+    client.answers.write(frames.written(frames.Exited("worker 1", -9, "")))
+    assert child.wait() == -9 and child.pid == 7 and not child.lost
+
+
+def test_a_host_that_is_reached_anew_and_cannot_take_part_is_lost_again(begun: Begun) -> None:
+    client, connection, child = begun
+    client.answers.write(frames.written(frames.Problem("there is no folder /job")))
+    assert child.wait() == -signal.SIGHUP and connection.is_lost
+    assert child.lost == "was lost with its host b: there is no folder /job"
+
+
+def test_a_host_that_is_reached_anew_in_vain_is_lost_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("graphsplit.cli.ssh.connection.ANSWER_S", 0.1)
+    with reached_anew(tmp_path, silence_s=0.3) as (_, _, child):
+        assert child.wait() == -signal.SIGHUP
+        assert child.lost == "was lost with its host b: nothing was heard from it for 0.1 s"
+
+
+def test_a_worker_that_has_not_begun_on_a_host_that_is_reached_anew_ends_at_once(
+    begun: Begun,
+) -> None:
+    _, _, child = begun
+    child.signal_group(signal.SIGTERM)
+    assert child.returncode == -signal.SIGTERM
 
 
 def test_a_spare_host_has_the_certificates_of_all_who_may_come() -> None:

@@ -17,6 +17,7 @@ running --frozen, and given up by the job--> SIGKILL for that one
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 EX_TEMPFAIL = 75
@@ -141,6 +142,17 @@ class JobEnding:
             return False
         self.given_up[name] = why
         return True
+
+    def over(self, vacant: Iterable[str]) -> set[str]:
+        """The job has finished, and these took no part to its end.
+
+        Returns:
+            Those of them that were started again and come too late: they are to be ended.
+        """
+        self.is_over = True
+        late = self.running & self._started_again & set(vacant)
+        self.given_up |= dict.fromkeys(late, "it came when the job had finished")
+        return late
 
     def interrupted(self, signum: signal.Signals, *, now_s: float) -> None:
         """The user asked for the end; every further request skips one wait."""

@@ -267,7 +267,8 @@ class _Job:
                     if name in self._children and self._children[name].pid == note.pid:
                         self._give_up(name, note.why, is_final=note.is_final)
                 case Over():
-                    self.ending.is_over = True
+                    for name in self.ending.over(f"worker {rank}" for rank in note.vacant):
+                        self._children[name].signal_group(signal.SIGKILL)
         silent_s = self._scheduler.silent_for()
         if silent_s is not None:
             why = f"nothing was heard from it for {silent_s:g} s (see MS_NODE_TIMEOUT)"

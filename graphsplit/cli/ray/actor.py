@@ -20,11 +20,12 @@ class AgentActor:
     """Starts an agent; lives until that has ended.
 
     Args:
-        address: The node's address.
         call: The function to call, for a worker that runs no script; empty for one that does.
     """
 
-    def __init__(self, address: str, call: bytes) -> None:
+    def __init__(self, call: bytes) -> None:
+        import ray
+
         self._files: list[int] = []
         if call:
             self._files = [os.memfd_create("graphsplit-call") for _ in range(2)]
@@ -33,7 +34,7 @@ class AgentActor:
         # Ray sets the number of threads by the cores that it gives; the bits depend on it.
         environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         self._agent = subprocess.Popen(
-            [sys.executable, "-m", _AGENT, address, *map(str, self._files)],
+            [sys.executable, "-m", _AGENT, ray.util.get_node_ip_address(), *map(str, self._files)],
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,18 +37,30 @@ class RayActors:
 
     Attributes:
         ray: The library.
+        start: Starts the actor of a rank.
         handles: Ray's handles of the actors, by rank.
         hosts: Their nodes and numbers, as hosts of the job.
     """
 
     ray: Any
-    handles: Sequence[Any]
+    start: Callable[[int], Any]
+    handles: list[Any]
     hosts: tuple[JobHost, ...]
 
     def client(self, name: str) -> RayClient:
-        """A new way to the agent of one."""
-        rank = [host.name for host in self.hosts].index(name)
-        return RayClient(self.ray, self.handles[rank], f"actor {name}")
+        """The way to the agent of one."""
+        return RayClient(self.ray, self.handles[self._rank(name)], f"actor {name}")
+
+    def client_of_another(self, name: str) -> RayClient:
+        """The way to the agent of one more actor, in the place of one that is lost."""
+        rank = self._rank(name)
+        with contextlib.suppress(Exception):  # Ray may know that it has gone
+            self.ray.kill(self.handles[rank])  # its agent may have gone alone
+        self.handles[rank] = self.start(rank)
+        return self.client(name)
+
+    def _rank(self, name: str) -> int:
+        return [host.name for host in self.hosts].index(name)
 
 
 def run_on_ray(options: JobOptions, remote: RemoteJob, environ: Mapping[str, str]) -> int:
@@ -93,7 +105,8 @@ def supervise_actors(
     remote = replace(remote, hosts=actors.hosts)
     names = [host.name for host in actors.hosts]
     with connected(names, actors.client, start.silence_s) as hosts:
-        return supervise_hosts(options, remote, start, hosts, console)
+        again = actors.client_of_another
+        return supervise_hosts(options, remote, start, hosts, console, open_again=again)
 
 
 @contextlib.contextmanager
@@ -118,16 +131,17 @@ def ray_actors(address: str, wanted: Sequence[Resources], call: bytes = b"") -> 
         stack.callback(ray.util.remove_placement_group, group)
         if not group.wait(PLACE_WITHIN_S):
             raise HostError(_too_little(ray, wanted))
-        nodes = _nodes(ray, group, len(wanted))
-        handles = []
-        for rank, one in enumerate(wanted):
-            handles.append(_actor_class(ray, group, rank, one).remote(nodes[rank], call))
-            stack.callback(ray.kill, handles[rank])
+
+        def start(rank: int) -> Any:
+            handle = _actor_class(ray, group, rank, wanted[rank]).remote(call)
+            stack.callback(ray.kill, handle)
+            return handle
+
         hosts = tuple(
             JobHost(f"{node}/{rank}", range(rank, rank + 1), (node, *_named(wanted[rank])))
-            for rank, node in nodes.items()
+            for rank, node in _nodes(ray, group, len(wanted)).items()
         )
-        yield RayActors(ray, handles, hosts)
+        yield RayActors(ray, start, [start(rank) for rank in range(len(wanted))], hosts)
 
 
 def _named(resources: Resources) -> list[str]:

@@ -74,7 +74,7 @@ class RemoteChild:
 
     def signal_group(self, signum: signal.Signals) -> None:
         """See ``Child``."""
-        self.connection.tell(frames.Signal(self.name, signum))
+        self.connection.signal(self, signum)
 
     def collect_if_ended(self) -> int | None:
         """See ``Child``."""
@@ -112,7 +112,7 @@ class HostConnection:
         self._cutter = frames.Cutter()
         self._line: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._is_closing = self._is_watched = False
+        self._is_closing = self._is_watched = self._is_anew = False
         self._lost = ""
         self.late_s = 0.0
         self._heard_s = self._told_s = self._asked_s = time.monotonic()
@@ -172,6 +172,21 @@ class HostConnection:
     def watch(self) -> None:
         """From now on the host is lost when it falls silent."""
         self._heard_s, self._is_watched = time.monotonic(), True
+
+    def begin_anew(self, setup: frames.Setup) -> None:
+        """Serve an agent that is only being started, in the place of one that was lost.
+
+        It gets its orders when it is there; what keeps it from them loses it.
+        """
+        self._is_anew = True
+        self.serve()
+        self.tell(setup)
+
+    def signal(self, child: RemoteChild, signum: signal.Signals) -> None:
+        """Send a signal to a process; one that cannot have been started has ended by it."""
+        self.tell(frames.Signal(child.name, signum))
+        if self._is_anew:
+            self._end(child, -signum)
 
     @property
     def is_lost(self) -> bool:
@@ -245,8 +260,10 @@ class HostConnection:
             now_s = time.monotonic()
             if now_s - self._told_s >= self._silence_s / BEATS:
                 self.tell(frames.Alive())
-            if self._is_watched and now_s - self._heard_s > self._silence_s:
-                self._lose(f"nothing was heard from it for {self._silence_s:g} s")
+            limit_s = ANSWER_S if self._is_anew else self._silence_s
+            is_watched = self._is_anew or self._is_watched
+            if is_watched and now_s - self._heard_s > limit_s:
+                self._lose(f"nothing was heard from it for {limit_s:g} s")
                 self._client.kill()
 
     def _look(self, timeout_s: float | None) -> None:
@@ -293,6 +310,10 @@ class HostConnection:
                 if self._line is not None:
                     with contextlib.suppress(OSError):
                         self._line.send(frame.text.encode())
+            case frames.HostReady() if self._is_anew:
+                self._is_anew, self._is_watched = False, True
+            case frames.Problem() if self._is_anew:
+                self._lose(frame.text)
             case _:
                 if isinstance(frame, frames.Facts):
                     self.late_s = time.time() - frame.clock_s
@@ -323,11 +344,13 @@ class HostConnection:
                 self._give_up(child)
 
     def _give_up(self, child: RemoteChild) -> None:
+        self._end(child, -signal.SIGHUP, f"was lost with its host {self.host}: {self._lost}")
+
+    def _end(self, child: RemoteChild, returncode: int, lost: str = "") -> None:
         with self._writing:
-            if child.returncode is not None:
-                return
-            child.lost = f"was lost with its host {self.host}: {self._lost}"
-            child.end(-signal.SIGHUP)
+            if child.returncode is None:
+                child.lost = lost
+                child.end(returncode)
 
     def _take_line(self, line: socket.socket) -> None:
         self._close_line()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from graphsplit.cli.launch.environment import ChildSpec, job_children
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.ssh import frames
-from graphsplit.cli.ssh.client import HostError, SshClient
+from graphsplit.cli.ssh.client import AgentClient, HostError, SshClient
 from graphsplit.cli.ssh.command import agent_command
 from graphsplit.cli.ssh.connection import HostConnection, RemoteChild
 from graphsplit.cli.ssh.facts import problems_of, remarks_on
@@ -108,19 +108,31 @@ def supervise_hosts(
     beginning: JobStart,
     hosts: Mapping[str, HostConnection],
     console: Console,
+    open_again: Callable[[str], AgentClient] | None = None,
 ) -> JobVerdict:
     """Run a job on hosts that are connected, and return how it ended.
+
+    ``open_again`` opens a new way to a lost host, by its name, where there can be one.
 
     Raises:
         HostError: Some cannot take part; names each, and the fix.
     """
-    address, port, remarks = _prepared(options, remote, hosts, beginning)
+    address, port, wanted, remarks = _prepared(options, remote, hosts, beginning)
     for line in remarks:
         console.say(f"graphsplit: {line}")
     specs = _specs(options, beginning.variables, address, port)
     console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
     host_of = {rank: host for host in remote.hosts for rank in host.ranks}
-    places = Places(remote.hosts, remote.spares, hosts)
+    renewed = ExitStack()
+
+    def renew(host: JobHost) -> HostConnection:
+        assert open_again is not None
+        client = open_again(host.name)
+        found = HostConnection(host.name, client, beginning.silence_s)
+        renewed.enter_context(closing(found)).begin_anew(wanted[host.name])
+        return found
+
+    places = Places(remote.hosts, remote.spares, hosts, renew if open_again else None)
 
     def start(spec: ChildSpec, _: Sequence[str], kept: Sequence[int]) -> RemoteChild:
         if spec.name == SCHEDULER:
@@ -132,7 +144,7 @@ def supervise_hosts(
         spec = replace(spec, share=share, labels=labels)
         return places.find(host).start(spec, kept, partial(places.has_place, host))
 
-    with kept_token(specs[0].variables, address, port):
+    with renewed, kept_token(specs[0].variables, address, port):
         return supervise(
             specs,
             (),
@@ -170,8 +182,8 @@ def _prepared(
     remote: RemoteJob,
     hosts: Mapping[str, HostConnection],
     start: JobStart,
-) -> tuple[str, int, list[str]]:
-    """Where the scheduler will listen, and what the user should know of the hosts.
+) -> tuple[str, int, Mapping[str, frames.Setup], list[str]]:
+    """Where the scheduler will listen, what each host does, and what the user should know of them.
 
     Raises:
         HostError: Some cannot be reached, have no part in one job, or have not what it needs.
@@ -186,7 +198,9 @@ def _prepared(
     for connection in hosts.values():
         connection.watch()
     remarks = remarks_on(facts, late_s={name: one.late_s for name, one in hosts.items()})
-    return address, ready[remote.hosts[0].name].port, remarks
+    port = ready[remote.hosts[0].name].port
+    moved = {name: replace(one, port=port, has_scheduler=False) for name, one in wanted.items()}
+    return address, port, moved, remarks
 
 
 def _require_none(problems: Sequence[str]) -> None:

@@ -39,11 +39,21 @@ def wait_until_all_know() -> None:
         threading.Event().wait(0.01)
 
 
+def ancestor(generations: int) -> int:
+    """The process that stands so far above this one."""
+    pid = os.getpid()
+    for _ in range(generations):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 class Deaths:
     """The moments at which this process is to die; each happens once, whoever comes back."""
 
-    def __init__(self, moments: str, marks: str, *, by: signal.Signals) -> None:
-        self._by = by
+    def __init__(
+        self, moments: str, marks: str, *, by: signal.Signals, generations: int = 0
+    ) -> None:
+        self._by, self._generations = by, generations
         self._moments = [m for m in moments.split(",") if m]
         self._marks = Path(marks)
         if self._moments:
@@ -58,7 +68,7 @@ class Deaths:
         mark = self._marks / moment
         if moment in self._moments and not mark.exists():
             mark.write_text("")
-            os.kill(os.getpid(), self._by)
+            os.kill(ancestor(self._generations), self._by)
             wait_until_all_know()
 
 
@@ -67,13 +77,15 @@ def main() -> None:
     parser.add_argument("--die", default="")
     parser.add_argument("--marks", default=".")
     parser.add_argument("--by", default="SIGKILL", help="SIGTERM asks for an end in order")
+    parser.add_argument("--above", type=int, default=0, help="an ancestor is killed, and all die")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--late", type=float, default=0.0, help="seconds before it comes back")
     parser.add_argument("--replicated", action="store_true", help="all workers run all of it")
     arguments = parser.parse_args()
     if arguments.late and any(Path(arguments.marks).iterdir()):
         time.sleep(arguments.late)  # it was started again
-    Deaths(arguments.die, arguments.marks, by=signal.Signals[arguments.by])
+    by = signal.Signals[arguments.by]
+    Deaths(arguments.die, arguments.marks, by=by, generations=arguments.above)
     gs.init()
     torch.manual_seed(0)
     make_optimizer, make_scheduler, loader = parts()

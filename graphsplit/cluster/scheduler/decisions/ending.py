@@ -23,7 +23,7 @@ def finish(job: JobState, arrival: Arrive) -> None:
     end = "stopped in order" if stopped else "finished"
     job.log(f"all workers have {end}", event=arrival.name or "finished")
     job.phase = JobPhase.DRAINING
-    job.effects.append(TellLauncher(Over()))
+    job.effects.append(TellLauncher(Over(tuple(job.roster.vacant))))
     job.ending.leave_deadline = job.now + LEAVE_TIMEOUT_S
     durable.persist(job)
 
