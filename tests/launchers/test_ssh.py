@@ -41,6 +41,9 @@ pytestmark = [
     pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not()),
 ]
 REFUSED_WITHIN_S = 10.0
+COUNTED_CLIENT = Path(__file__).with_name("counted_client.py")
+OF_HERE = (" graphsplit run ", "counted_client", "ssh -F")
+UNASKED = (">Alive", "<Alive", "<Wrote", "<Note", ">Note", ">Signal")
 
 
 @pytest.fixture
@@ -92,6 +95,35 @@ def test_lenet_learns_the_same_as_by_itself(hosts: Cluster, tmp_path: Path) -> N
     assert learned in (logs / "worker_2.log").read_text()
     assert TOKEN not in output + "".join(path.read_text() for path in logs.iterdir())
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_start_takes_three_round_trips_and_one_process_more_on_each_host(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    """The third one is the start itself; the process is the agent, beside its client here."""
+    counting = f"{sys.executable} {COUNTED_CLIENT} {tmp_path} {hosts.ssh}"
+    found = {}
+    given = ("run", "--ssh", counting, "-H", "a:1,b:2", "--env", "STEPS"), ("run", "-n", "3")
+    for options in given:
+        command = [sys.executable, "-m", "graphsplit", *options, str(SCRIPT)]
+        own = environment(tmp_path, STEPS="1000000", PYTHONPATH=str(ROOT))
+        with started(command, own) as job:
+            pids_of_workers(job.stdout, count=3)
+            found[options[1]] = [
+                one for one in processes_of(tmp_path) if not any(word in one for word in OF_HERE)
+            ]
+            interrupt(job, 0)
+            job.communicate(timeout=LIMIT_S)
+        assert_nothing_is_left(tmp_path)
+    agents = [one for one in found["--ssh"] if "graphsplit.cli.ssh.agent" in one]
+    assert len(agents) == 2 and len(found["--ssh"]) - 2 == len(found["-n"]) == 4, found
+    clients = [path.read_text().split() for path in tmp_path.glob("*.client")]
+    orders = sorted([f for f in one if f[0] == ">" and f not in UNASKED] for one in clients)
+    of_a, of_b = ([">Setup", ">Reach", ">Start", ">Start"],) * 2  # a has the scheduler, too
+    assert orders == [of_a, of_b], clients
+    for one in clients:
+        answers = [frame for frame in one if frame not in UNASKED]
+        assert answers[:6] == ["<Facts", ">Setup", "<HostReady", ">Reach", "<Dialed", ">Start"]
 
 
 NAMED = """
