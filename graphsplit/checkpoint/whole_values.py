@@ -28,6 +28,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.replaced import (
     FILLING,
     LOOKING,
+    SAVING,
     call_instead,
     copy_modules_by,
     deep_copy,
@@ -43,10 +44,18 @@ def install() -> None:
     if _installed:
         return
     _installed.append(True)
-    for call, functions in ((_call_looking, LOOKING), (_call_filling, FILLING)):
+    calls = ((_call_looking, LOOKING), (_call_filling, FILLING), (_call_saving, SAVING))
+    for call, functions in calls:
         for function in functions:
             call_instead(function, call)
     copy_modules_by(_copied)
+    Elsewhere.may_move = staticmethod(_may_move)
+
+
+def _may_move() -> bool:
+    """Whether all workers write, and none will have to be told later what it has missed."""
+    job = joined.current()
+    return job is not None and not job.readers.is_drawing and not job.script.gives_again
 
 
 def _call_looking(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -97,6 +106,13 @@ def _call_filling(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         original(form, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensor"})
     given.note_write()
     return given
+
+
+def _call_saving(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    for tensor in _tensors_in((args, kwargs)):
+        if isinstance(tensor, Elsewhere):
+            tensor.need_value(original.__name__)
+    return original(*args, **kwargs)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:

@@ -6,6 +6,11 @@ Its storage is a single value, expanded to the shape of the tensor before it
 All workers run the same script, so ``net.beta.mul_(0.9)`` between two steps runs on the owner too:
 elsewhere it is left out, and noted. Whether all have written to the same tensors is compared before
 the next step (``planning.compared.writes``).
+
+What all workers have, as a copy of the network that no step has used, *moves* when something that
+lives on one worker is written to it: ``average.lerp_(weight, 0.1)`` is done where the weight lives,
+and elsewhere the average becomes a stand-in. That worker itself notices nothing; it is told before
+the first plan with the tensor is made (``planning.compared.moved``).
 """
 
 from __future__ import annotations
@@ -22,18 +27,21 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import LOAD, SAVE, buffer_of_form
+from graphsplit.torch_ext.attributes import LOAD, buffer_of_form
 from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
-from graphsplit.torch_ext.data_attribute import is_lent_written_to, lend_data
+from graphsplit.torch_ext.data_attribute import is_lending, is_lent_written_to, lend_data
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.stand_ins import (
     DRAWS,
     GET_DATA,
     GET_GRADIENT,
+    OF_EACH,
     SET_DATA,
     WRITES,
     StandIn,
     computes,
+    counts_with,
+    home_of,
     in_form,
     is_view,
     looks_at_form,
@@ -47,28 +55,53 @@ LEFT_OUT = "_graphsplit_left_out"  # likewise: the number of the latest write th
 _WRITING = {function.__name__ for function in WRITES} - {"copy_"}
 num_writes = attrgetter(NUM_WRITES)
 _LOADING = getattr(nn.Module, LOAD).__code__
-# Functions of torch that make a value of what they detach: nobody may take a stand-in for one.
-_KEEPING = (getattr(nn.Module, SAVE).__code__, nn.Parameter.__new__.__code__)
+_MOVED = "_graphsplit_moved"  # of a stand-in: how it has moved
+# What makes a value of what it detaches: nobody may take a stand-in for one.
+_KEEPING = nn.Parameter.__new__.__code__
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 ZERO_GRADS = tuple(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
 )
 
 
+@dataclass
+class Moved:
+    """The move of a tensor that all workers had.
+
+    Attributes:
+        owner: Where it lives since.
+        num_writes: How often it has been written to, as its owner counts; None if not all counts.
+    """
+
+    owner: int
+    num_writes: int | None
+
+
 class Elsewhere(StandIn):
-    """A tensor whose value lives on another worker: refuses to hand it out."""
+    """A tensor whose value lives on another worker: refuses to hand it out.
+
+    Attributes:
+        may_move: Whether what all workers have may move to one now.
+    """
 
     harmless = StandIn.harmless - {GET_GRADIENT}
     num_left_out: ClassVar[int] = 0  # writes to all of them, in this process
+    may_move: ClassVar[Callable[[], bool]] = staticmethod(lambda: False)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         caller = sys._getframe(1).f_code
+        if func in OF_EACH:
+            return _write_each(OF_EACH[func], args, kwargs or {})
         if func in WRITES or func in DRAWS:
             written = args[0] if args else (kwargs or {}).get("tensor")  # as nn.init has it
-            if isinstance(written, Elsewhere) and caller is not _LOADING:
+            # A state that was read from a file is loaded by the Model: each takes what it owns.
+            is_told = caller is not _LOADING or isinstance(args[1], Elsewhere)
+            if func in WRITES and is_told:
+                _move(written, (args[1:], kwargs))
+            if isinstance(written, Elsewhere) and is_told:
                 if func in DRAWS:  # as its owner does
                     with torch.no_grad():
                         form = in_form(written)
@@ -78,11 +111,11 @@ class Elsewhere(StandIn):
         elif (index := looks_at_form(func, args, kwargs)) is not None:
             args = (*args[:index], in_form(args[index]), *args[index + 1 :])
             return func(*args, **(kwargs or {}))
-        elif func == SET_DATA and isinstance(args[0], Elsewhere) and args[0].is_whole(args[1]):
-            return None  # ``p.data += 1`` sets what it was given
-        elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller not in _KEEPING:
+        elif func == SET_DATA and _is_set(*args):
+            return None
+        elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller is not _KEEPING:
             return args[0].viewed(func, args[1:], kwargs or {})
-        elif computes(func, args, kwargs) and caller not in _KEEPING:
+        elif computes(func, args, kwargs) and caller is not _KEEPING:
             made = _computed_elsewhere(func, args, kwargs or {})
             if made is not None:
                 return made
@@ -90,8 +123,13 @@ class Elsewhere(StandIn):
 
     def note_write(self) -> None:
         """Note that a write was left out."""
-        Elsewhere.num_left_out += 1
-        setattr(getattr(self, _VIEWED, self), LEFT_OUT, Elsewhere.num_left_out)
+        home = getattr(self, _VIEWED, self)
+        moved: Moved | None = getattr(home, _MOVED, None)
+        if moved is None:
+            Elsewhere.num_left_out += 1
+            setattr(home, LEFT_OUT, Elsewhere.num_left_out)
+        elif moved.num_writes is not None:
+            moved.num_writes += 1
 
     def is_whole(self, value: torch.Tensor) -> bool:
         """Whether a tensor is a view of all of this one, in its form."""
@@ -105,10 +143,12 @@ class Elsewhere(StandIn):
     ) -> torch.Tensor:
         """The stand-in for a view: who writes to it writes to what lives elsewhere."""
         name, owner, _ = getattr(self, _WHOSE)
-        form = in_form(self, device="meta")
+        form, home = in_form(self, device="meta"), getattr(self, _VIEWED, self)
         if func != GET_DATA:
             form = func(form, *arguments, **options)
-        return _stand_in(form, name, owner, of=getattr(self, _VIEWED, self))
+        elif hasattr(home, _MOVED):  # writes to it do not count
+            getattr(home, _MOVED).num_writes = None
+        return _stand_in(form, name, owner, of=home)
 
     def need_value(self, asked: str) -> None:
         """Refuse.
@@ -175,6 +215,59 @@ def _stand_in(
     return found
 
 
+def moved(tensor: torch.Tensor) -> Moved | None:
+    """The move of a stand-in, until its owner knows of it."""
+    found: Moved | None = getattr(tensor, _MOVED, None)
+    return found
+
+
+def _move(written: Any, operands: Any) -> None:
+    """Let what all workers have live where what is written to it does.
+
+    It stays as it is where that is not known, or where it is of a Model that has run: then what is
+    written has to live where that does.
+    """
+    given = [v for v in pytree.tree_leaves(operands) if isinstance(v, Elsewhere)]
+    whose = {getattr(v, _WHOSE)[1] for v in given}
+    if type(written) not in (torch.Tensor, nn.Parameter) or len(whose) != 1:
+        return
+    owner: int = whose.pop()
+    home = home_of(written) if Elsewhere.may_move() else None
+    if home is None or is_lending(home):
+        return
+    name = f"what {getattr(given[0], _WHOSE)[0]} was written to"
+    if not is_elsewhere(home):
+        before = num_writes(home) if counts_with(written, home) else None
+        setattr(home, _MOVED, Moved(owner, before))
+        free(home, name=name, owner=owner)
+    if written is not home:
+        free(written, name=name, owner=owner)
+        setattr(written, _VIEWED, home)
+
+
+def _write_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Write to each of some tensors, of which not all are here."""
+    for index, written in enumerate(args[0]):
+        given = [v[index] if isinstance(v, (tuple, list)) else v for v in args[1:]]
+        options = {n: v[index] if isinstance(v, (tuple, list)) else v for n, v in kwargs.items()}
+        func(written, *given, **options)
+
+
+def _is_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor has been given other data, as far as that concerns this worker."""
+    if isinstance(tensor, Elsewhere) and tensor.is_whole(value):
+        return True  # ``p.data += 1`` sets what it was given
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        return False
+    _move(tensor, value)
+    found = moved(tensor)
+    if found is None or not isinstance(value, Elsewhere):
+        return False
+    found.num_writes = None
+    owner: int = getattr(value, _WHOSE)[1]
+    return owner == found.owner
+
+
 def _computed_elsewhere(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Elsewhere | None:
@@ -207,16 +300,22 @@ class TensorOwners:
     """Which worker each parameter and buffer of a job lives on.
 
     A tensor has one owner, however many Models use it, and whichever of them was planned first.
+
+    Attributes:
+        num_fixed: How often owners were fixed, on every worker.
     """
 
     def __init__(self) -> None:
         self._owners: Any = WeakTensorKeyDictionary()
+        self.num_fixed = 0
 
     def fix(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         """Note the owner of every tensor, by its name in one Model."""
+        self.num_fixed += 1
         for name, tensor in tensors.items():
             if isinstance(tensor, Elsewhere) and hasattr(tensor, _VIEWED):
                 tensor.need_value(f"{name!r}, which is a view of it")
+            vars(tensor).pop(_MOVED, None)
             self._owners[tensor] = owners[name]
 
     def known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -28,6 +28,7 @@ from graphsplit.placement.present import modules_among
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.compared.announced import Note, PythonStep, compare
 from graphsplit.planning.compared.hooks import ParameterHooks
+from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.compared.writes import Writes, written_apart
 from graphsplit.planning.homes import check_homes, free_others, own_all, state_here
@@ -244,6 +245,7 @@ class Planner:
         if looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
         if found is None:
+            settle_moved(self._tensors(), self.known_owners(), self._job)
             self._renew()
             self._progress.begun("capturing", mode, self.recordings.why_again(mode, signature))
             if self._job.rank == 0:

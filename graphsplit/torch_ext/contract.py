@@ -227,6 +227,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_construct_storage_from_data_pointer", "_set_throw_on_mutable_data_ptr"),
     ),
     *_of("torch", "many tensors in one call", "_foreach_copy_", "_foreach_norm"),
+    *_of(
+        "torch",
+        "averages that scripts keep of what lives elsewhere",
+        *("_foreach_add_", "_foreach_div_", "_foreach_lerp_", "_foreach_mul_", "_foreach_sub_"),
+    ),
     # Scripted modules.
     *_of(
         "torch._C",

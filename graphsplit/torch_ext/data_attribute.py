@@ -100,6 +100,12 @@ def lend_data(tensor: torch.Tensor) -> None:
     _lending[number] = weakref.ref(tensor, forget)
 
 
+def is_lending(tensor: torch.Tensor) -> bool:
+    """Whether what ``.data`` gives of a tensor is noted: it is of a Model that has run."""
+    reference = _lending.get(id(tensor))
+    return reference is not None and reference() is tensor
+
+
 def is_lent_written_to(tensor: torch.Tensor) -> bool:
     """Whether what ``.data`` gave of a tensor was written to since workers compared."""
     return any(lent.is_written_to() for lent in LENT.get(id(tensor), ()))

@@ -74,6 +74,8 @@ LOOKING: tuple[Any, ...] = (
     torch.nn.utils.remove_spectral_norm,
     AveragedModel.update_parameters,
 )
+# It opens a file before it looks at values; what is not here must be refused before.
+SAVING: tuple[Any, ...] = (torch.save,)
 # They fill one tensor, by its form alone; torch lets no stand-in answer for itself there.
 FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
 

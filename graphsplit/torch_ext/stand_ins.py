@@ -8,6 +8,8 @@ a deferred tensor is filled there, and one that lives on another worker refuses.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -15,12 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
     TensorBase,
     disable_current_modes,
     pytree,
+    storage_use_count,
 )
 
 _OF_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_cdata", "_grad"})
@@ -73,8 +77,14 @@ OF_FORM = _methods("new_empty new_full new_ones new_tensor new_zeros") | {
 COMPUTING = frozenset(
     getattr(owner, name)
     for owner in (torch, torch.Tensor)
-    for name in ("add", "sub", "mul", "div", "matmul", "mm", "neg")
+    for name in ("add", "sub", "mul", "div", "matmul", "mm", "neg", "clone", "lerp", "abs", "sign")
 ) | _methods("__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __neg__")
+_COPYING = {torch.clone, torch.Tensor.clone}
+# Functions that write to each tensor of a list, as the function does that stands beside them.
+OF_EACH = {
+    getattr(torch, f"_foreach_{name}_"): getattr(torch.Tensor, f"{name}_")
+    for name in ("add", "copy", "div", "lerp", "mul", "sub")
+}
 # Functions that take the form of their second argument.
 _FORMED = _methods("expand_as reshape_as type_as view_as")
 # Functions that give a view of a tensor; an index gives one if it is made of numbers and slices.
@@ -171,6 +181,54 @@ def is_view(func: Any, args: Sequence[Any]) -> bool:
     return all(type(index) in _BASIC for index in indices)
 
 
+_EXAMPLE = torch.empty(1)
+_ALONE = storage_use_count(storage_of(_EXAMPLE))  # holders of memory that one tensor has
+_registered: dict[int, weakref.ref[torch.Tensor]] = {}  # state of modules, by its memory
+
+
+def home_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that holds on to the memory of another one, and is that or what it is a view of.
+
+    ``p`` of ``p.data``, ``p[0]`` or ``p.detach()``. None if somebody holds the memory, and it is
+    not known who.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    memory, base = storage_of(tensor), tensor._base
+    if base is None and storage_use_count(memory) == _ALONE:
+        return tensor
+    found = _registered_at(memory)
+    if found is None:
+        _register_all()
+        found = _registered_at(memory)
+    if found is None and base is not None and storage_use_count(memory) == _ALONE + 1:
+        return base
+    return found
+
+
+def counts_with(tensor: torch.Tensor, home: torch.Tensor) -> bool:
+    """Whether what is written to a tensor counts as written to the one that holds its memory."""
+    return tensor is home or tensor._base is home
+
+
+def _registered_at(memory: int) -> torch.Tensor | None:
+    reference = _registered.get(memory)
+    found = None if reference is None else reference()
+    if found is None or isinstance(found, StandIn) or storage_of(found) != memory:
+        return None
+    return found
+
+
+def _register_all() -> None:
+    """Note the memory of the parameters and buffers of all modules that there are."""
+    _registered.clear()
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module) and PARAMETERS in vars(module):
+            for held in (*vars(module)[PARAMETERS].values(), *vars(module)[BUFFERS].values()):
+                if type(held) in (torch.Tensor, nn.Parameter) and held.layout is torch.strided:
+                    _registered[storage_of(held)] = weakref.ref(held)
+
+
 def looks_at_form(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     """The number of the argument of which a call needs no more than the form, if it is one."""
     index = 0 if func in OF_FORM else 1 if func in _FORMED else len(args)
@@ -191,13 +249,19 @@ def in_form(tensor: torch.Tensor, *, device: Any = None) -> torch.Tensor:
 
 
 def computes(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a call computes with ordinary tensors, stand-ins and numbers, without history."""
+    """Whether a call computes with ordinary tensors, stand-ins and numbers, without history.
+
+    A copy is taken for one without: what is written to a tensor with it must have none.
+    """
     given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     return (
         func in COMPUTING
         and "out" not in (kwargs or {})
         and all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
-        and not (torch.is_grad_enabled() and any(v.requires_grad for v in given))
+        and (
+            func in _COPYING
+            or not (torch.is_grad_enabled() and any(v.requires_grad for v in given))
+        )
     )
 
 

@@ -15,8 +15,9 @@ from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.task import Task
+from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.train.engine import Engine, update_metrics
 from graphsplit.train.metrics import Metric
@@ -130,4 +131,6 @@ class ClusterState(Engine):
 
     def _gatherer(self) -> StateGatherer:
         self.settle_now()
+        tensors = named_state(self._task.network, self._task.loss_fn)
+        settle_moved(tensors, self.owners(), self._job)
         return StateGatherer(self._task, self._job, self.owners())

@@ -21,7 +21,7 @@ import graphsplit as gs
 from graphsplit.checkpoint import whole_values
 from graphsplit.errors import ConfigurationError
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.torch_ext.replaced import FILLING, LOOKING
+from graphsplit.torch_ext.replaced import FILLING, LOOKING, SAVING
 
 assert threads_as_workers
 pytestmark = [
@@ -206,7 +206,7 @@ def test_a_data_set_that_prunes_is_refused_by_name() -> None:
 
 
 def test_functions_of_torch_keep_their_names_and_arguments() -> None:
-    functions = (*LOOKING, *FILLING)
+    functions = (*LOOKING, *FILLING, *SAVING)
     before = [inspect.signature(function) for function in functions]
     whole_values.install()
     for function, signature in zip(functions, before, strict=True):
