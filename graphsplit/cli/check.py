@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -33,6 +34,7 @@ from graphsplit.cli.job import (
     run_job,
     script_command,
     single_job_options,
+    starting,
     terminal,
 )
 from graphsplit.cli.launch.console import Console, Sink
@@ -105,8 +107,14 @@ def check(context: click.Context, options: JobOptions, *, steps: int, limit_s: f
 
     Example: graphsplit check -n 3 train.py --steps 5
     """
-    with _leaving_by_signals(), tempfile.TemporaryDirectory(prefix="graphsplit-check-") as folder:
-        found = _Check(options, _environ(os.environ), Path(folder), limit_s).run(steps)
+    console, interrupts = terminal(), list[signal.Signals]()
+    with (
+        _leaving_by_signals(),
+        tempfile.TemporaryDirectory(prefix="graphsplit-check-") as folder,
+        starting(options, console.say, console.turn, interrupts) as start,
+    ):
+        how = {"limit_s": limit_s, "start": start, "interrupts": interrupts}
+        found = _Check(options, _environ(os.environ), Path(folder), how).run(steps, console)
     click.echo(found.text, err=found.status != 0)
     context.exit(found.status)
 
@@ -166,20 +174,23 @@ class _Check:
         options: The job.
         environ: The environment that all processes start from.
         folder: Where they note what they compute.
-        limit_s: How long each run may take.
+        how: For ``supervise``: how long each run may take, and how its processes are started.
     """
 
     def __init__(
-        self, options: JobOptions, environ: Mapping[str, str], folder: Path, limit_s: float
+        self,
+        options: JobOptions,
+        environ: Mapping[str, str],
+        folder: Path,
+        how: Mapping[str, Any],
     ) -> None:
         self._options = options
         self._environ = environ
         self._folder = folder
-        self._limit_s = limit_s
+        self._how = how
 
-    def run(self, steps: int) -> Findings:
+    def run(self, steps: int, console: Console) -> Findings:
         """Run the script both ways, and once more where they differ."""
-        console = terminal()
         first = self._pass("first", NoteRequest(steps), self._options, console)
         comparison = first.compared()
         if not first.has_ended_well:
@@ -246,9 +257,7 @@ class _Check:
         def own(process: str) -> dict[str, str]:
             return {**_OF_THE_JOB, VARIABLE: str(records_file(folder, process))}
 
-        job_status = run_job(
-            options, self._environ, console=console, own=own, limit_s=self._limit_s
-        )
+        job_status = run_job(options, self._environ, console=console, own=own, **self._how)
         _leave_if_interrupted(job_status)
         plain_status = self._run_plain(folder, options, console)
         return _Pass(
@@ -265,7 +274,7 @@ class _Check:
             script_command(options),
             console=console,
             log_dir=options.log_dir,
-            limit_s=self._limit_s,
+            **self._how,
         )
         status = say(console, ended)
         _leave_if_interrupted(status)

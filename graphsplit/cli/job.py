@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -218,12 +218,11 @@ def run_job(
     environ: Mapping[str, str],
     *,
     console: Console | None = None,
-    own: Callable[[str], Mapping[str, str]] = lambda name: {},
-    limit_s: float = math.inf,
+    **more: Any,
 ) -> int:
     """As ``supervise_job``, and say how it ended; the job's exit status."""
     console = console or terminal()
-    return say(console, supervise_job(options, environ, console=console, own=own, limit_s=limit_s))
+    return say(console, supervise_job(options, environ, console=console, **more))
 
 
 def supervise_job(
@@ -233,6 +232,8 @@ def supervise_job(
     console: Console | None = None,
     own: Callable[[str], Mapping[str, str]] = lambda name: {},
     limit_s: float = math.inf,
+    start: StartChild | None = None,
+    interrupts: list[signal.Signals] | None = None,
 ) -> JobVerdict:
     """Start a scheduler and workers, and wait for their end.
 
@@ -242,6 +243,8 @@ def supervise_job(
         console: Shows their output; None: on this terminal.
         own: Further variables of one process, by its name.
         limit_s: How long they may take.
+        start: How to start each; None: as ``starting`` does, for this job alone.
+        interrupts: Takes the signals that ask for the job's end, for a ``start`` that lasts.
     """
     port = options.port
     if port is None:
@@ -268,10 +271,11 @@ def supervise_job(
     specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
     restarts = read_restarts(options.restarts, environ)
     console = console or terminal()
-    interrupts: list[signal.Signals] = []
+    interrupts = [] if interrupts is None else interrupts
+    begins = starting(options, console.say, console.turn, interrupts)
     with (
         kept_token(specs[0].variables, options.host, port),
-        starting(options, console.say, console.turn, interrupts) as start,
+        nullcontext(start) if start is not None else begins as start,
     ):
         count = len(part.ranks)
         of_all = "" if part.is_whole else f" of {part.num_workers}, the first is {part.ranks[0]}"

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from system.helpers import JOBS
+from system.helpers import JOBS, run_command
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 
-def run_check(what: str, *, steps: int = 4, script: Path = JOBS / "checked.py") -> tuple[int, str]:
-    command = [sys.executable, "-m", "graphsplit.cli", "check", "-n", "2", "--steps", str(steps)]
-    done = subprocess.run(
-        [*command, str(script), what],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=230,
-    )
-    return done.returncode, done.stdout
+def run_check(what: str, *, steps: int = 4) -> tuple[int, str]:
+    script = str(JOBS / "checked.py")
+    done = run_command(["check", "-n", "2", "--steps", str(steps), script, what], timeout_s=230)
+    return done.status, done.output
 
 
 @pytest.mark.parametrize("what", ["same", "unseeded"])

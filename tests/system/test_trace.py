@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from system.helpers import JOBS
+from system.helpers import JOBS, Finished, run_command
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
 
 
-def run_trace(folder: Path, script: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "graphsplit.cli", "trace", "-n", "2", "-o", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, str(script)], env=environment, capture_output=True, text=True, timeout=110
-    )
+def run_trace(folder: Path, script: Path) -> Finished:
+    return run_command(["trace", "-n", "2", "-o", str(folder), str(script)], timeout_s=110)
 
 
 def test_a_job_is_traced_while_its_schedule_is_chosen_by_measured_costs(tmp_path: Path) -> None:
     done = run_trace(tmp_path / "found", JOBS / "traced.py")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.status == 0, done.output[-6000:]
     for rank in range(2):
-        assert f"[worker {rank}] same bits" in done.stdout
-        assert f"[worker {rank}] explained" in done.stdout
-    assert "predicted / measured" in done.stdout
+        assert f"[worker {rank}] same bits" in done.output
+        assert f"[worker {rank}] explained" in done.output
+    assert "predicted / measured" in done.output
     trace = json.loads((tmp_path / "found" / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
     ElementTree.parse(tmp_path / "found" / "timeline.svg")
@@ -44,15 +37,15 @@ def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "idle.py"
     script.write_text("import graphsplit as gs\n\ngs.init()\nprint('nothing to train')\n")
     done = run_trace(tmp_path / "found", script)
-    assert done.returncode == 1
-    assert "nothing was measured" in done.stderr
-    assert "Fix: train ten or more steps" in done.stderr
+    assert done.status == 1
+    assert "nothing was measured" in done.output
+    assert "Fix: train ten or more steps" in done.output
 
 
 def test_replicas_run_forward_at_the_same_time(tmp_path: Path) -> None:
     done = run_trace(tmp_path / "found", JOBS / "traced_replicas.py")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert all(f"[worker {rank}] same bits" in done.stdout for rank in range(2))
+    assert done.status == 0, done.output[-6000:]
+    assert all(f"[worker {rank}] same bits" in done.output for rank in range(2))
     trace = json.loads((tmp_path / "found" / "trace.json").read_text())
     spans: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
     begun: dict[tuple[int, str], float] = {}

@@ -28,15 +28,14 @@ _READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "PYTHON", "LD_")
 
 @dataclass
 class _ForkedServer:
-    """What ``WarmStart`` uses of ``subprocess.Popen``."""
+    """What ``WarmStart`` uses of ``subprocess.Popen``: it ends as soon as its line is closed."""
 
-    pid: int
+    line: socket.socket
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+    def kill(self) -> None: ...
 
     def wait(self) -> None:
-        os.waitpid(self.pid, 0)
+        assert self.line.recv(64) == b"ended"
 
 
 class _ForkedStart(WarmStart):
@@ -45,30 +44,29 @@ class _ForkedStart(WarmStart):
     So it has none of the launcher's files, handlers and finalizers.
     """
 
-    server: ClassVar[_ForkedServer]
     to_server: ClassVar[socket.socket]
 
     def _new_server(self, spec: ChildSpec, line: socket.socket) -> Any:
         socket.send_fds(self.to_server, [b"line"], [line.fileno()])
-        return self.server
+        return _ForkedServer(self.to_server)
 
 
 def _prepare_server() -> None:
-    """Fork what will fork this launcher's workers, once it is sent the line to the launcher."""
+    """Fork what will fork this launcher's workers, once it is sent a line to the launcher."""
     launcher, setup = os.getpid(), make_setup()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if pid := os.fork():
+    if os.fork():
         theirs.close()
-        _ForkedStart.server, _ForkedStart.to_server = _ForkedServer(pid), ours
+        _ForkedStart.to_server = ours
         return
     ours.close()
     try:
         setup()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _, numbers, _, _ = socket.recv_fds(theirs, 64, 1)
-        if numbers:
-            theirs.close()
-            fork_server.serve(socket.socket(fileno=numbers[0]), launcher)
+        while numbers := socket.recv_fds(theirs, 64, 1)[1]:
+            with socket.socket(fileno=numbers[0]) as line:
+                fork_server.serve(line, launcher)
+            theirs.send(b"ended")
     finally:
         os._exit(0)
 

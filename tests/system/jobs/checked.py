@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import graphsplit as gs
 
 WHAT = sys.argv[1]
-RANK = os.environ.get("MS_NODE_ID", "")
 
 
 class Net(nn.Module):
@@ -26,7 +24,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(16)
         self.dropout = nn.Dropout(0.3)
         self.last = nn.Linear(16, 3)
-        self.scale = 1.25 if WHAT == "scale" and RANK else 1.0
+        self.scale = 1.25 if WHAT == "scale" and gs.get_world_size() > 1 else 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(torch.relu(self.norm(self.first(x))))
@@ -56,7 +54,7 @@ net = Net()
 net.first.place("MS_WORKER", 0)
 net.last.place("MS_WORKER", 1)
 if WHAT == "gradient":
-    factor = 2 if RANK == "1" else 1
+    factor = 2 if gs.get_rank() == 1 else 1
     net.last.weight.register_hook(lambda gradient: gradient * factor)
 inputs, target = torch.randn(32, 8), torch.randint(0, 3, (32,))
 loader = DataLoader(TensorDataset(inputs, target), batch_size=8, shuffle=True)

@@ -3,7 +3,7 @@
     graphsplit run -n 2 loops.py FOLDER rank:what:number,...
 
 ``what`` is ``FORWARD``, ``BACKWARD``, ``STEP`` or ``SNAPSHOT`` of that number, ``ITER`` where a
-loader begins, ``END`` behind the loop. Prints a digest of all. Without ``MS_ROLE`` it is the
+loader begins, ``END`` behind the loop. Prints a digest of all. Without arguments it is the
 reference: one process, and the loader itself in the place of ``gs.loop``.
 """
 
@@ -50,7 +50,7 @@ class Deaths:
 
     def perhaps(self, what: str, number: int) -> None:
         """Die, if it is the moment, and was not before."""
-        moment = f"{os.environ.get('MS_NODE_ID')}:{what}:{number}"
+        moment = f"{gs.get_rank()}:{what}:{number}"
         mark = self._marks / moment
         if moment in self._moments and not mark.exists():
             mark.write_text("")
@@ -60,7 +60,7 @@ class Deaths:
 def main() -> None:
     """Run the job."""
     deaths = None
-    if os.environ.get("MS_ROLE"):
+    if len(sys.argv) > 1:
         deaths = Deaths(Path(sys.argv[1]), sys.argv[2].split(","))
     else:
         gs.loop = lambda source, keep=(): iter(source)
