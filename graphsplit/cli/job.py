@@ -246,16 +246,7 @@ def supervise_job(
         start: How to start each; None: as ``starting`` does, for this job alone.
         interrupts: Takes the signals that ask for the job's end, for a ``start`` that lasts.
     """
-    port = options.port
-    if port is None:
-        try:
-            port = find_free_port(options.host)
-        except OSError as error:
-            raise click.BadParameter(
-                f"expected an address of this machine, but cannot listen on {options.host!r} "
-                f"({error})",
-                param_hint="--host",
-            ) from error
+    port = _port_of(options)
     part = options.part or HostPart(options.num_workers, range(options.num_workers))
     own_address = shared_variables(part, environ, options.host, port, options.certificates)
     specs = job_children(
@@ -290,6 +281,18 @@ def supervise_job(
             start=start,
             interrupts=interrupts,
         )
+
+
+def _port_of(options: JobOptions) -> int:
+    if options.port is not None:
+        return options.port
+    try:
+        return find_free_port(options.host)
+    except OSError as error:
+        raise click.BadParameter(
+            f"expected an address of this machine, but cannot listen on {options.host!r} ({error})",
+            param_hint="--host",
+        ) from error
 
 
 def shares_of(ranks: Sequence[int]) -> dict[int, Share]:
