@@ -167,7 +167,8 @@ def test_a_worker_that_is_lost_is_replaced_and_the_bits_are_the_same(
         lambda script: running(cluster, folder, *given, script=script, **own),
         tmp_path,
         *(*replicated, *options),
-        ranks=(0, 1, 2) if restarts else (0, 2),
+        # Under go_on the others may have finished before another actor is there.
+        ranks=(0, 2) if policy == "go_on" and options == ACTOR else (0, 1, 2),
     )
     assert re.search(told, output), output
     assert_only_the_cluster_is_left(folder)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -126,6 +130,67 @@ def test_a_worker_that_registers_the_certificate_of_another_is_named() -> None:
         hub.close()
 
 
+class Tap:
+    """Stands between a dialer and a port, and keeps what goes by."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.seen = bytearray()
+        self._ends: list[socket.socket] = []
+        self._running = [start(self._accept)]
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = self._listener.accept()[0], socket.create_connection(self._target)
+                self._ends += ends
+                self._running += [
+                    start(partial(self._carry, *ends)),
+                    start(partial(self._carry, *ends[::-1])),
+                ]
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                self.seen += data
+                other.sendall(data)
+        for end in (one, other):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for one in self._running:
+            one.result(DEADLINE_S)
+        for end in self._ends:
+            end.close()
+
+
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_who_listens_on_the_way_reads_nothing(is_protected: bool) -> None:
+    """Neither a value nor the job's name; without TLS both go by as they are."""
+    shown = [protection(worker_name(rank)) if is_protected else UNPROTECTED for rank in range(2)]
+    hubs = hubs_of(*shown)
+    taps = [Tap(hub.endpoints["grpc"]) for hub in hubs]
+    peers = [{**hub.endpoints, "grpc": tap.address} for hub, tap in zip(hubs, taps, strict=True)]
+    transports = connect(hubs, peers)
+    sender, receiver = transports[0].open_sender(SPEC), transports[1].open_receiver(SPEC)
+    value = torch.frombuffer(bytearray(b"in the clear" * 10_000), dtype=torch.float32)
+    sender.send(value, step=0, microbatch=0)
+    received = receiver.receive(step=0, microbatch=0)
+    assert received is not None and torch.equal(received.view(torch.uint8), value.view(torch.uint8))
+    close(transports)
+    seen = b"".join(bytes(tap.seen) for tap in taps)
+    assert len(seen) > value.nbytes
+    assert (b"in the clear" in seen) is not is_protected
+    for one in (*hubs, *taps):
+        one.close()
+
+
 @pytest.fixture
 def victim() -> Iterator[str]:
     """The address of worker 1, under TLS."""
@@ -170,6 +235,20 @@ def knock(address: str, shown: Protection) -> Any:
 )
 def test_who_has_no_right_certificate_never_comes_to_speak(victim: str, shown: Protection) -> None:
     assert knock(victim, shown)[0] is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_old_versions_of_the_protocol_are_refused(victim: str, version: ssl.TLSVersion) -> None:
+    host, _, port = victim.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_ciphers("ALL:@SECLEVEL=0")  # this side would speak it
+    context.minimum_version = context.maximum_version = version
+    link = socket.create_connection((host, int(port)), DEADLINE_S)
+    with link, pytest.raises((ssl.SSLError, ConnectionError)) as refused:
+        context.wrap_socket(link)
+    assert "NO_PROTOCOLS_AVAILABLE" not in str(refused.value), "this side has said nothing"
 
 
 def test_a_right_certificate_of_another_rank_is_refused_naming_both(victim: str) -> None:
