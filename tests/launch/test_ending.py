@@ -175,16 +175,27 @@ def test_one_that_has_not_come_when_the_others_have_finished_is_ended() -> None:
     assert ending.status == 0 and not ending.running
 
 
-def test_only_one_that_was_started_again_is_ended_when_the_job_is_over() -> None:
-    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, restarts=1)
-    assert ending.over(["worker 1"]) == set()
-    assert ending.exited("worker 1", returncode=-9, now_s=1.0) is False
+def test_one_that_was_out_of_reach_when_the_others_finished_is_no_failure() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1", "worker 2"}, goes_on=True)
+    assert ending.give_up("worker 1", "nothing was heard from it", is_final=False)
+    assert ending.over(["worker 1"]) == {"worker 1"}
+    for name in ("worker 0", "worker 2", "scheduler"):
+        ending.exited(name, returncode=0, now_s=2.0)
+    ending.exited("worker 1", returncode=-1, now_s=9.0, how="was lost with its host b")
+    assert ending.status == 0
+
+
+def test_one_that_fails_when_the_job_is_over_has_failed() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True)
+    assert ending.over([]) == set()
+    ending.exited("worker 1", returncode=3, now_s=1.0)
+    assert ending.status == 3
 
 
 def test_one_that_comes_when_the_others_have_finished_is_no_failure() -> None:
     ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True, restarts=1)
     assert ending.exited("worker 1", returncode=-9, now_s=1.0)
-    ending.is_over = True
+    ending.over(["worker 1"])
     ending.exited("worker 0", returncode=0, now_s=2.0)
     ending.exited("worker 1", returncode=1, now_s=2.0, how="was refused: the job is ending")
     assert ending.status == 0

@@ -110,19 +110,23 @@ class Cluster:
 
 @contextmanager
 def networked(folder: Path, **hosts: Mapping[str, str]) -> Iterator[tuple[Cluster, list[str]]]:
-    """As ``cluster`` for two hosts, each a network namespace with an address of its own.
+    """As ``cluster``, each host a network namespace with an address of its own.
 
-    The names of the namespaces come with it; the cable between them ends at ``eth0`` of both.
+    The names of the namespaces come with it; the cable of each, to a switch, ends at its ``eth0``.
     """
+    switch = f"gs-{os.getpid()}-switch"
     names = [f"gs-{os.getpid()}-{host}" for host in hosts]
     inside = [("ip", "netns", "exec", name) for name in names]
     with cluster(folder) as found:
         try:
-            for name in names:
+            for name in (switch, *names):
                 _ip("netns", "add", name)
-            _ip("link", "add", "eth0", "netns", names[0], "type", "veth",
-                "peer", "name", "eth0", "netns", names[1])  # fmt: skip
+            _ip("-n", switch, "link", "add", "wires", "type", "bridge")
+            _ip("-n", switch, "link", "set", "wires", "up")
             for number, (name, prefix) in enumerate(zip(hosts, inside, strict=True), start=1):
+                _ip("link", "add", f"p{number}", "netns", switch, "type", "veth",
+                    "peer", "name", "eth0", "netns", names[number - 1])  # fmt: skip
+                _ip("-n", switch, "link", "set", f"p{number}", "master", "wires", "up")
                 _ip("-n", names[number - 1], "addr", "add", f"10.118.0.{number}/24", "dev", "eth0")
                 for device in ("lo", "eth0"):
                     _ip("-n", names[number - 1], "link", "set", device, "up")
@@ -130,7 +134,7 @@ def networked(folder: Path, **hosts: Mapping[str, str]) -> Iterator[tuple[Cluste
             yield found, names
         finally:
             found.stop()
-            for name in names:
+            for name in (*names, switch):
                 _ip("netns", "del", name, check=False)
 
 

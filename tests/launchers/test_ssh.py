@@ -16,6 +16,7 @@ import pytest
 import ssh_hosts
 from launched_jobs import (
     LIMIT_S,
+    RECOVERING,
     SCRIPT,
     TOKEN,
     assert_nothing_is_left,
@@ -41,6 +42,8 @@ pytestmark = [
     pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not()),
 ]
 REFUSED_WITHIN_S = 10.0
+NOTICED_WITHIN_S = 10.0 + 20.0  # a launcher's shortest patience, and a busy machine
+CAPTURED = {"capture_output": True, "text": True, "check": True, "timeout": 120.0}
 COUNTED_CLIENT = Path(__file__).with_name("counted_client.py")
 OF_HERE = (" graphsplit run ", "counted_client", "ssh -F")
 UNASKED = (">Alive", "<Alive", "<Wrote", "<Note", ">Note", ">Signal")
@@ -378,6 +381,52 @@ def test_hosts_that_differ_in_versions_are_named_with_the_fix(tmp_path: Path) ->
         output = refusal(hosts, "-H", "d", "--python", str(bare))
         assert f"host d: its {bare} has no graphsplit" in output
         assert "Fix: install graphsplit" in output
+
+
+REPLICATED = (str(RECOVERING), "--replicated", "--epochs", "60")
+
+
+@pytest.mark.parametrize(
+    ("policy", "script", "told"),
+    [
+        ("wait_rejoin", (str(SCRIPT),), "starting it again (0 restarts left)"),
+        ("restart", (str(SCRIPT),), "starting the job again; 0 more tries after this"),
+        ("go_on", REPLICATED, "going on with 2 of 3 workers, without workers 2"),
+    ],
+)
+def test_a_job_recovers_from_a_host_that_vanishes(
+    tmp_path: Path, policy: str, script: tuple[str, ...], told: str
+) -> None:
+    """The cable of b is pulled: its worker goes to c, or the others go on, in the same bits."""
+    if why_not_namespaces():
+        pytest.skip(f"left out: {why_not_namespaces()}")
+    own, goes_on = of_the_test(tmp_path), policy == "go_on"
+    steps = {"STEPS": "60"}
+    plain = [sys.executable, *script]
+    alone = subprocess.run(plain, env=environment(tmp_path, **steps), **CAPTURED)  # type: ignore[call-overload]
+    learned = alone.stdout.splitlines()[-1]
+    kept = {"GS_SNAPSHOT_EVERY": "2", "MS_NODE_TIMEOUT": "5", "GS_RECOVERY": policy, **steps}
+    if policy == "restart":
+        kept |= {"GS_SNAPSHOT_DISK_EVERY": "2", "MS_RECOVERY_PATH": str(tmp_path / "kept")}
+    given = ["-H", "a:2,b:1", "--env", "STEPS"]
+    given += [] if goes_on else ["--spares", "c", "--restarts", "1"]
+    with networked(tmp_path, a=own, b=own, c=own) as (hosts, namespaces):
+        with running(hosts, *given, script=script, namespace=namespaces[0], **kept) as job:
+            assert job.stdout is not None
+            while not re.search(r"planned the train step|worker 2 has pid", job.stdout.readline()):
+                assert job.poll() is None
+            cable = ["ip", "-n", namespaces[1], "link", "set", "eth0", "down"]
+            subprocess.run(cable, check=True, timeout=REFUSED_WITHIN_S)
+            cut_s = time.monotonic()
+            said = []
+            while told not in (line := job.stdout.readline()):
+                assert line, "".join(said)
+                said.append(line)
+            assert time.monotonic() - cut_s < NOTICED_WITHIN_S, "".join(said)
+            output, _ = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0, output
+        assert output.count(learned) == (2 if goes_on else 3), output
+        assert_nothing_is_left(tmp_path)
 
 
 def test_hosts_with_networks_of_their_own_train_and_one_that_vanishes_is_named(

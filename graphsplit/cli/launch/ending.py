@@ -69,7 +69,7 @@ class JobEnding:
     given_up: dict[str, str] = field(default_factory=dict)
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
     _is_interrupted: bool = False
-    _started_again: set[str] = field(default_factory=set)
+    _vacant: frozenset[str] = frozenset()
 
     @property
     def is_interrupted(self) -> bool:
@@ -94,7 +94,6 @@ class JobEnding:
         given_up = self.given_up.pop(name, "")
         if has_place and self._may_start_again(name, returncode):
             self.restarts -= 1
-            self._started_again.add(name)
             return True
         self.running.discard(name)
         self.asks_for_another_try |= returncode == EX_TEMPFAIL
@@ -120,8 +119,8 @@ class JobEnding:
         return was_lost and may_be and self.restarts > 0 and is_healthy
 
     def _goes_on_without(self, name: str, returncode: int) -> bool:
-        """Killed, and neither the scheduler nor the last worker; or it came when all was over."""
-        if self.goes_on and self.is_over and name in self._started_again:
+        """Killed, and neither the scheduler nor the last worker; or the others have finished."""
+        if name in self._vacant:
             return True
         others = self.running - {name}
         is_healthy = self.status == 0 and not self._is_interrupted
@@ -147,11 +146,11 @@ class JobEnding:
         """The job has finished, and these took no part to its end.
 
         Returns:
-            Those of them that were started again and come too late: they are to be ended.
+            Those of them that are out of reach, or come too late: they are to be ended.
         """
-        self.is_over = True
-        late = self.running & self._started_again & set(vacant)
-        self.given_up |= dict.fromkeys(late, "it came when the job had finished")
+        self.is_over, self._vacant = True, frozenset(vacant)
+        late = self.running & self._vacant
+        self.given_up = dict.fromkeys(late, "the job had finished without it") | self.given_up
         return late
 
     def interrupted(self, signum: signal.Signals, *, now_s: float) -> None:
