@@ -134,15 +134,19 @@ def refuse_kept_parts(task: Task, num_steps: int) -> None:
         )
 
 
+_DEFAULTS = {"gradient_order": "left", "accumulate_by": "batch", "gradient_dtype": "None"}
+
+
 def orders_of_sums(task: Task) -> dict[str, str]:
     """The arguments of a Model that say in which order it adds gradients."""
-    return {"gradient_order": task.gradient_order, "accumulate_by": task.accumulate_by}
+    found = {"gradient_order": task.gradient_order, "accumulate_by": task.accumulate_by}
+    return found | {"gradient_dtype": str(task.gradient_dtype)}
 
 
 def say_other_order(task: Task, saved: Mapping[str, Any], rank: int) -> None:
     """Tell that training goes on with other bits than it would have had, if it does."""
     for name, now in orders_of_sums(task).items():
-        before = saved.get(name, {"gradient_order": "left", "accumulate_by": "batch"}[name])
+        before = saved.get(name, _DEFAULTS[name])
         if before != now and task.divider.num_microbatches > 1 and rank == 0:
             say(
                 f"the save was made with {name}={before!r}, and this Model has {now!r}: from here "

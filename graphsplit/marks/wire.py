@@ -17,7 +17,12 @@ from graphsplit.torch_ext.private import pytree
 
 T = TypeVar("T", torch.Tensor, nn.Module)
 
-_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a dtype is a floating-point one of more bytes than another one."""
+    return dtype.is_floating_point and dtype.itemsize > other.itemsize
 
 
 @torch.library.custom_op("graphsplit::wire", mutates_args=())
@@ -62,8 +67,8 @@ def wire(value: T, dtype: torch.dtype) -> T:
         ConfigurationError: Another dtype, one that is no smaller than the value's, or a value that
             holds no floating-point numbers.
     """
-    if dtype not in _NARROW:
-        names = ", ".join(map(str, _NARROW))
+    if dtype not in WIRE_DTYPES:
+        names = ", ".join(map(str, WIRE_DTYPES))
         raise ConfigurationError(
             f"gs.wire: {dtype!r} is none of the dtypes that it rounds to\n"
             f"  Fix: pass one of {names}."
@@ -78,7 +83,7 @@ def wire(value: T, dtype: torch.dtype) -> T:
         )
     if value.dtype == dtype:
         return value
-    if not value.dtype.is_floating_point or value.dtype.itemsize <= dtype.itemsize:
+    if not is_wider(value.dtype, dtype):
         problem = f"{dtype} is not smaller than {value.dtype}"
         if not value.dtype.is_floating_point:
             problem = f"the value holds {value.dtype}, no floating-point numbers"

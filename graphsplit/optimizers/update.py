@@ -58,6 +58,7 @@ class UpdateRules:
         accumulate: Over how many batches gradients are added up before the optimizers step.
         order: In which order gradients of microbatches are added.
         by: Whether each batch is added up by itself, or each microbatch over batches.
+        dtype: To what gradients of microbatches and their sums are rounded, or None.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -67,6 +68,7 @@ class UpdateRules:
     accumulate: int = 1
     order: GradientOrder = "left"
     by: AccumulateBy = "batch"
+    dtype: torch.dtype | None = None
 
     @property
     def scales(self) -> bool:
@@ -92,7 +94,8 @@ class UpdateRules:
             scaler = {k: v for k, v in self.scaler.state_dict().items() if k != GROWTH}
         return (
             f"clip {self.clip}, scaler {scaler}, set_to_none {self.set_to_none}, "
-            f"accumulate {self.accumulate} by {self.by}, gradient_order {self.order}"
+            f"accumulate {self.accumulate} by {self.by}, "
+            f"gradient_order {self.order} in {self.dtype}"
         )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
+import torch
+
+from graphsplit.marks.wire import is_wider
 from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
@@ -238,6 +241,8 @@ class PartitionPlan:
             ``partition.replicas.blocks``.
         together: How many whole batches replicas evaluate at once: they are its microbatches then.
         exchange: When parts of gradients that are added in blocks go to their owners.
+        gradient_dtype: To what these parts and their sums are rounded; None: they are left as they
+            are.
     """
 
     placed: PlacedGraph
@@ -258,6 +263,7 @@ class PartitionPlan:
     blocks: Mapping[int, BlockSums] = field(default_factory=dict)
     together: int = 1
     exchange: Exchange = Exchange.BESIDE
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def num_values(self) -> int:
@@ -335,6 +341,12 @@ class PartitionPlan:
     def blocks_of(self, value: int) -> BlockSums | None:
         """How the parts of a parameter's gradient are added in blocks, if they are."""
         return self.blocks.get(self.in_first_lane(value)) if self.blocks else None
+
+    def block_meta(self, value: int) -> TensorMeta:
+        """A block of parts of a parameter's gradient, as it travels."""
+        meta, dtype = self.placed.graph.nodes[value].meta, self.gradient_dtype
+        assert meta is not None
+        return replace(meta, dtype=dtype) if dtype and is_wider(meta.dtype, dtype) else meta
 
     def members_of(self, value: int) -> tuple[int, ...]:
         """The parameters whose blocks are added with those of one, in the lane of that; or it."""

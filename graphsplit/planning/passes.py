@@ -198,7 +198,11 @@ def _with_blocks(plan: PartitionPlan, task: Task, part: StepPart) -> PartitionPl
         return plan
     hooked = with_hooks(named_state(task.network, task.loss_fn))
     plan = with_blocks(
-        plan, part.parts, in_pairs=in_pairs, by_microbatch=by_microbatch, hooked=hooked
+        *(plan, part.parts),
+        in_pairs=in_pairs,
+        by_microbatch=by_microbatch,
+        dtype=task.gradient_dtype,
+        hooked=hooked,
     )
     plan = replace(bundled(plan), exchange=part.exchange)
     return without_exchange(plan) if part.exchange is Exchange.LATER else plan

@@ -51,6 +51,7 @@ class Task:
             everything, or of the modules with these paths.
         keep_outputs: Whether training steps hand out what the network returned.
         gradient_order: In which order gradients of microbatches are added.
+        gradient_dtype: To what gradients of microbatches and their sums are rounded, or None.
         accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
         reading: Whether replicas read their own rows of a batch where that is safe, or all of it.
     """
@@ -72,6 +73,7 @@ class Task:
     recompute: bool | tuple[str, ...] = False
     keep_outputs: bool = False
     gradient_order: GradientOrder = "left"
+    gradient_dtype: torch.dtype | None = None
     accumulate_by: AccumulateBy = "batch"
     reading: ReadBy = "rows"
 
@@ -87,7 +89,8 @@ class Task:
         """The sums of the gradients of microbatches; None: one after the other, in ``.grad``."""
         if self.gradient_order == "left" and not self.num_kept:
             return None
-        return PartSums(self.gradient_order, by_microbatch=self.num_kept > 0)
+        by_microbatch, dtype = self.num_kept > 0, self.gradient_dtype
+        return PartSums(self.gradient_order, by_microbatch=by_microbatch, dtype=dtype)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -107,6 +110,7 @@ class Task:
             self.accumulate,
             self.gradient_order,
             self.accumulate_by,
+            self.gradient_dtype,
         )
 
 

@@ -67,6 +67,7 @@ class Training:
         on_gradients: ``on_gradients(network)``: called before clipping, on every worker.
         accumulate: Over how many batches gradients are added up before the optimizer steps.
         gradient_order: In which order gradients of microbatches are added.
+        gradient_dtype: To what these and their sums are rounded.
         accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
         schedule: In which order workers compute.
         recompute: What backward runs again: everything, or the modules with these paths.
@@ -96,6 +97,7 @@ class Training:
     on_gradients: Callable[[nn.Module], None] | None = None
     accumulate: int = 1
     gradient_order: GradientOrder = "left"
+    gradient_dtype: torch.dtype | None = None
     accumulate_by: AccumulateBy = "batch"
     schedule: str | Policy = "1f1b"
     recompute: bool | tuple[str, ...] = False
@@ -117,6 +119,7 @@ class Training:
                 self.accumulate,
                 self.gradient_order == "pairs",
                 self.accumulate_by == "microbatch" and self.accumulate > 1,
+                self.gradient_dtype,
             ),
         )
 
@@ -133,6 +136,7 @@ class Training:
             autocast=self.autocast,
             accumulate=self.accumulate,
             gradient_order=self.gradient_order,
+            gradient_dtype=self.gradient_dtype,
             accumulate_by=self.accumulate_by,
             schedule=self.schedule,
             recompute=self.recompute,

@@ -36,6 +36,7 @@ class Extras:
         accumulate: How many batches make one step.
         in_pairs: Whether gradients of microbatches are added in pairs.
         by_microbatch: Whether each microbatch is added over the batches of a step first.
+        gradient_dtype: To what gradients of microbatches, and sums of two, are rounded.
     """
 
     clip: Callable[[list[torch.Tensor]], Any] | None = None
@@ -46,6 +47,7 @@ class Extras:
     accumulate: int = 1
     in_pairs: bool = False
     by_microbatch: bool = False
+    gradient_dtype: torch.dtype | None = None
 
 
 class EagerLoop:
@@ -162,7 +164,7 @@ class EagerLoop:
         sums: list[Any] = []
         for m in range(max(parts) + 1):
             if self.extras.in_pairs:
-                _add_pairs(sums, parts.get(m), m)
+                _add_pairs(sums, parts.get(m), m, self.extras.gradient_dtype)
             else:
                 sums = [_added(sums[0], parts.get(m)) if sums else parts.get(m)]
         while len(sums) > 1:
@@ -242,11 +244,16 @@ class EagerLoop:
             set_all_generators(before)
 
 
-def _add_pairs(blocks: list[Any], part: Any, number: int) -> None:
+def _add_pairs(blocks: list[Any], part: Any, number: int, dtype: torch.dtype | None) -> None:
+    part = _rounded(part, dtype)
     while number % 2:
-        part = _added(blocks.pop(), part)
+        part = _rounded(_added(blocks.pop(), part), dtype)
         number //= 2
     blocks.append(part)
+
+
+def _rounded(part: Any, dtype: torch.dtype | None) -> Any:
+    return part if part is None or dtype is None else part.to(dtype).to(part.dtype)
 
 
 def _added(one: Any, other: Any) -> Any:

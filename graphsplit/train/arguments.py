@@ -15,6 +15,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.logs import say
 from graphsplit.marks.recompute import problems_of_recompute, recomputed_paths
+from graphsplit.marks.wire import WIRE_DTYPES
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.planning.task import Task
 from graphsplit.runtime.segments.compiled import compiler_of, problems_of_compile
@@ -184,6 +185,7 @@ class ModelArguments:
     recompute: Any
     keep_outputs: Any
     gradient_order: Any
+    gradient_dtype: Any
     accumulate_by: Any
     reading: Any
 
@@ -225,6 +227,7 @@ class ModelArguments:
             recompute=recomputed_paths(self.net, self.recompute),
             keep_outputs=self.keep_outputs,
             gradient_order=self.gradient_order,
+            gradient_dtype=self.gradient_dtype,
             accumulate_by=self.accumulate_by,
             reading=self.reading,
         )
@@ -262,6 +265,7 @@ class ModelArguments:
             )
         if self.gradient_order not in ("left", "pairs"):
             problems.append(f"gradient_order={self.gradient_order!r}; expected 'left' or 'pairs'")
+        problems += self._problems_of_gradient_dtype()
         if self.accumulate_by not in ("batch", "microbatch"):
             problems.append(
                 f"accumulate_by={self.accumulate_by!r}; expected 'batch' or 'microbatch'"
@@ -278,6 +282,20 @@ class ModelArguments:
         if self.unplaced not in ("affinity", "worker0"):
             problems.append(f"unplaced={self.unplaced!r}; expected 'affinity' or 'worker0'")
         return problems
+
+    def _problems_of_gradient_dtype(self) -> list[str]:
+        dtype = self.gradient_dtype
+        if dtype is None:
+            return []
+        if dtype not in WIRE_DTYPES:
+            names = ", ".join(map(str, WIRE_DTYPES))
+            return [f"gradient_dtype={dtype!r}; expected one of {names}"]
+        needed = []
+        if self.gradient_order != "pairs":
+            needed.append("gradient_order='pairs': to the left each sum has all bits of its parts")
+        if self.microbatches == 1:
+            needed.append("microbatches of 2 or more: gradients of microbatches are rounded")
+        return [f"gradient_dtype={dtype} without {one}" for one in needed]
 
 
 def _is_count(number: Any, least: int) -> bool:

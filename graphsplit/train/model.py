@@ -90,6 +90,8 @@ class Model(Shown, Steps):
         gradient_order: In which order gradients of microbatches are added: ``"left"``, as a loop of
             ``backward()`` does, or ``"pairs"``, two by two: ``docs/how-to/microbatches.md`` prints
             both loops.
+        gradient_dtype: Round each microbatch's gradients, and each sum of two, to this dtype, as
+            ``torch.bfloat16``: replicas exchange half the bytes. With ``"pairs"`` only.
         accumulate_by: What ``accumulate`` adds up first: ``"batch"``, the microbatches of each
             batch, or ``"microbatch"``, each microbatch over the batches. Replicas then exchange
             gradients once per step instead of once per batch; one gradient is held for each
@@ -125,6 +127,7 @@ class Model(Shown, Steps):
         recompute: bool | Sequence[str | nn.Module] = False,
         keep_outputs: bool = False,
         gradient_order: GradientOrder = "left",
+        gradient_dtype: torch.dtype | None = None,
         accumulate_by: AccumulateBy = "batch",
         reading: ReadBy = "rows",
     ) -> None:
@@ -133,8 +136,8 @@ class Model(Shown, Steps):
             loss_weight=loss_weight, schedule=schedule, capture=capture, unplaced=unplaced,
             dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
             set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
-            keep_outputs=keep_outputs, gradient_order=gradient_order, accumulate_by=accumulate_by,
-            reading=reading,
+            keep_outputs=keep_outputs, gradient_order=gradient_order, gradient_dtype=gradient_dtype,
+            accumulate_by=accumulate_by, reading=reading,
         )  # fmt: skip
         given.check()
         self._given = given

@@ -54,6 +54,10 @@ def test_a_program_runs_as_it_stands(block: Block, monkeypatch: pytest.MonkeyPat
     ("name", "options"),
     [
         ("pairs.py", {"gradient_order": "pairs"}),
+        (
+            "rounded_pairs.py",
+            {"gradient_order": "pairs", "gradient_dtype": torch.bfloat16},
+        ),
         ("by_microbatch.py", {"accumulate_by": "microbatch", "accumulate": 3}),
     ],
 )

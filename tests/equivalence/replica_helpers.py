@@ -40,6 +40,7 @@ def planned(
     microbatches: int = 4,
     *,
     order: Any = "left",
+    dtype: torch.dtype | None = None,
     is_cluster: bool = False,
 ) -> Any:
     def make_task() -> Task:
@@ -55,6 +56,7 @@ def planned(
             False,
             divider=Divider(microbatches),
             gradient_order=order,
+            gradient_dtype=dtype,
         )
 
     cluster = SimulatedCluster(make_task, 3, captures=Captures())

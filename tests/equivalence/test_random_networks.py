@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.batches.microbatches import split_microbatches
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
@@ -55,6 +56,8 @@ ONE: dict[str, Callable[[Any], Any]] = {
     "detach": lambda x: x.detach() * 0.5,
     "no grad": lambda x: _without_grad(x),
     "half": lambda x: x.bfloat16().mul(2).float(),
+    "wire": lambda x: gs.wire(x, torch.bfloat16),
+    "turned wire": lambda x: gs.wire(x.transpose(1, 2), torch.float16),
     "complex": lambda x: torch.fft.fft(x).abs() * 0.1,
     "dropout": lambda x: F.dropout(x, 0.3),
     "noise": lambda x: x + torch.randn_like(x) * 0.1,

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from equivalence_helpers import batches_of, rows_against_target
 from hypothesis import assume, event
 from hypothesis import strategies as st
@@ -69,6 +70,7 @@ def made(network: tuple[Step, ...], *, ties: bool, freezes: bool) -> RandomNetwo
     over=st.integers(0, 2),
     order=st.sampled_from(["left", "pairs"]),
     by=st.sampled_from(["batch", "microbatch"]),
+    rounds=st.booleans(),
     schedule=st.sampled_from(["1f1b", "gpipe", "zero_bubble"]),
     ties=st.booleans(),
     freezes=st.booleans(),
@@ -82,6 +84,7 @@ def test_random_networks_on_random_replicas(
     over: int,
     order: str,
     by: str,
+    rounds: bool,
     schedule: str,
     ties: bool,
     freezes: bool,
@@ -101,6 +104,7 @@ def test_random_networks_on_random_replicas(
                 captures=captures,
                 microbatches=parts,
                 gradient_order=order,
+                gradient_dtype=torch.bfloat16 if rounds and order == "pairs" else None,
                 accumulate=2 if by == "microbatch" else 1,
                 accumulate_by=by,
                 schedule=schedule,

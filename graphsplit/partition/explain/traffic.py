@@ -95,7 +95,7 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
             continue
         members = plan.members_of(edge.value)
         for value in members:
-            meta = (nodes[value].meta or edge.meta) if len(members) > 1 else edge.meta
+            meta = plan.block_meta(value) if len(members) > 1 else edge.meta
             one = replace(edge, value=value, meta=meta)
             key = (value, edge.destination, edge.source)
             if key in found:

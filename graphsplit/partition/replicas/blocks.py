@@ -17,6 +17,8 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
+
 from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import BlockSums, EdgeKind, PartitionPlan, SumTerm
 
@@ -27,6 +29,7 @@ def with_blocks(
     *,
     in_pairs: bool = True,
     by_microbatch: bool = False,
+    dtype: torch.dtype | None = None,
     hooked: Collection[str] = (),
 ) -> PartitionPlan:
     """Let parts of gradients be added where they are made, in blocks.
@@ -37,11 +40,13 @@ def with_blocks(
         in_pairs: Whether parts are added in pairs.
         by_microbatch: Whether a step's batches are added part by part, by who makes the parts: then
             blocks are made where all microbatches have the same workers, too.
+        dtype: To what parts and their sums are rounded; None: they are left as they are.
         hooked: Names of parameters whose hooks are to see each part: their owner adds them.
     """
     sums, edges, blocks = dict(plan.gradient_sums), list(plan.edges), {}
     lanes = plan.lanes or ((range(len(parts)),) if by_microbatch else ())
     largest = len(parts) if in_pairs else 1
+    plan = dataclasses.replace(plan, gradient_dtype=dtype)
     for value in plan.gradient_sums:
         node = plan.placed.graph.nodes[value]
         names = plan.placed.graph.state_names.get(value, (node.target,))
@@ -59,7 +64,10 @@ def with_blocks(
             if first is not None:
                 made = edges[first].contributions
                 edges[first] = dataclasses.replace(
-                    edges[first], kind=EdgeKind.BLOCK, contributions=()
+                    edges[first],
+                    kind=EdgeKind.BLOCK,
+                    meta=plan.block_meta(value),
+                    contributions=(),
                 )
                 sums[one] = tuple(SumTerm(contribution=c) for c in made)
         found = (_blocks(lane, parts.start, largest) for lane in lanes)
@@ -111,10 +119,12 @@ def sent_per_step(plan: PartitionPlan) -> dict[int, tuple[int, int]]:
         is_sent = is_block or edge.kind is EdgeKind.GRADIENT
         if plan.lanes and is_sent and plan.placed.graph.nodes[edge.value].is_state:
             lane = plan.lanes[plan.lane_of(edge.value)]
-            metas = [plan.placed.graph.nodes[v].meta for v in plan.members_of(edge.value)]
-            size = sum(meta.size_bytes for meta in metas if meta is not None)
+            values = plan.members_of(edge.value)
+            metas = [plan.placed.graph.nodes[v].meta for v in values]
+            whole = sum(meta.size_bytes for meta in metas if meta is not None)
+            size = sum(plan.block_meta(v).size_bytes for v in values) if is_block else whole
             can_add = is_block or _maker(plan, edge.value) is not None
             left, pairs = found.get(edge.source, (0, 0))
             num_sent = sum(1 for _ in _blocks(lane, 0, len(lane))) if can_add else len(lane)
-            found[edge.source] = left + size * len(lane), pairs + size * num_sent
+            found[edge.source] = left + whole * len(lane), pairs + size * num_sent
     return found

@@ -90,7 +90,7 @@ def bundled(plan: PartitionPlan) -> PartitionPlan:
         lanes = range(0, len(plan.placed.graph.nodes), plan.num_values)
         terms = {value: sums.pop(value) for other in others for value in (s + other for s in lanes)}
         blocks[first] = dataclasses.replace(plan.blocks[first], members=members, terms=terms)
-        size = _bytes(plan, members) + len(members)
+        size = sum(plan.block_meta(member).size_bytes for member in members) + len(members)
         for index in blocks[first].edges if others else ():
             if index is not None:
                 meta = TensorMeta(torch.uint8, (size,), (1,))

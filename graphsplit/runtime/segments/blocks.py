@@ -76,14 +76,15 @@ def bind_send_block(
 ) -> Action:
     """Send a block to its owner; those of several parameters as bytes in one message."""
     members = plan.blocks[plan.in_first_lane(edge.value)].members
-    nodes = plan.placed.graph.nodes
+    nodes, metas = plan.placed.graph.nodes, [plan.block_meta(member) for member in members]
 
     def send_block(state: StepState) -> None:
         blocks = [sums.take_block((member, microbatch), is_read=True) for member in members]
         for member, block in zip(members, blocks, strict=True):
             if block is not None and block.layout is not torch.strided:
                 raise sparse_gradient(nodes[member], edge)
-        message = blocks[0] if len(members) == 1 else packed(blocks, _metas(plan, members))
+        sent = [b if b is None else b.to(m.dtype) for b, m in zip(blocks, metas, strict=True)]
+        message = sent[0] if len(members) == 1 else packed(sent, metas)
         send(message, step=state.step, microbatch=microbatch)
 
     return send_block
@@ -99,7 +100,7 @@ def bind_add_block(
     microbatch, first = instruction.microbatch, plan.in_first_lane(instruction.operand)
     blocks = plan.blocks[first]
     edge, size = blocks.edges[plan.lane_of(instruction.operand)], blocks.ends[microbatch]
-    metas = _metas(plan, blocks.members)
+    metas = [plan.block_meta(member) for member in blocks.members]
     members = [
         (member, str(plan.placed.graph.nodes[member].target), owned[member])
         for member in blocks.members
@@ -124,14 +125,9 @@ def bind_add_block(
                 )
             with sums.apart([parameter], start + microbatch + 1 - size, size):
                 if block is not None:
-                    accumulate(parameter, block, is_shared=False)
+                    accumulate(parameter, block.to(parameter.dtype), is_shared=False)
 
     return add_block
-
-
-def _metas(plan: PartitionPlan, members: Sequence[int]) -> list[TensorMeta]:
-    metas = (plan.placed.graph.nodes[member].meta for member in members)
-    return [meta for meta in metas if meta is not None]
 
 
 def packed(blocks: Sequence[Gradient], metas: Sequence[TensorMeta]) -> torch.Tensor:

@@ -13,6 +13,9 @@ So the bits depend on the number of the parts alone, not on who adds which, and 
 hold at most ``ceil(log2(m)) + 1`` gradients. A part that is None, as of a parameter that a
 microbatch does not use, has its place and adds nothing.
 
+``gradient_dtype`` rounds each part to a smaller dtype, and each sum of two neighbours. So every
+block of parts fits in that dtype, whoever adds it and sends it.
+
 Between a batch's first backward and its end ``.grad`` holds what was there before the batch: zeros,
 or the sum of the batches before, which the total is then added to.
 
@@ -30,6 +33,7 @@ from typing import NoReturn
 import torch
 
 from graphsplit.errors import InvariantError, StepFailedError
+from graphsplit.marks.wire import is_wider
 from graphsplit.optimizers.update import GradientOrder
 from graphsplit.runtime.step_state import Gradient
 
@@ -49,10 +53,12 @@ class PartSum:
         blocks: Sums of parts, the largest block of parts first; one where they are added to the
             left. Each with whether others may hold it, too.
         num_parts: How many parts have been added; those that are None included.
+        dtype: To what parts and their sums are rounded; None: they are left as they are.
     """
 
     parameter: torch.Tensor
     order: GradientOrder = "pairs"
+    dtype: torch.dtype | None = None
     blocks: list[_Sum] = field(default_factory=list)
     num_parts: int = 0
 
@@ -75,11 +81,18 @@ class PartSum:
 
     def _carry(self, part: _Sum, size: int) -> None:
         digits = self.num_parts // size if self.order == "pairs" else len(self.blocks)
+        part = self._rounded(part)
         while digits % 2:
-            part = _sum(self.blocks.pop(), part)
+            part = self._rounded(_sum(self.blocks.pop(), part))
             digits //= 2
         self.blocks.append(part)
         self.num_parts += size
+
+    def _rounded(self, part: _Sum) -> _Sum:
+        found, _ = part
+        if found is None or self.dtype is None or not is_wider(found.dtype, self.dtype):
+            return part
+        return found.to(self.dtype).to(found.dtype), False
 
     def total(self, *, is_read: bool = False) -> Gradient:
         """The sum of all parts.
@@ -100,10 +113,18 @@ class PartSums:
     Args:
         order: In which order parts are added.
         by_microbatch: Whether the parts of a step's batches are kept, and added when it ends.
+        dtype: To what parts and their sums are rounded; None: they are left as they are.
     """
 
-    def __init__(self, order: GradientOrder = "pairs", *, by_microbatch: bool = False) -> None:
+    def __init__(
+        self,
+        order: GradientOrder = "pairs",
+        *,
+        by_microbatch: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._order: GradientOrder = order
+        self._dtype = dtype
         self._by_microbatch = by_microbatch
         self._sums: dict[int, PartSum] = {}  # by the parameter's id
         # Of parameters that may live elsewhere: by the parameter's node and the last part.
@@ -152,7 +173,7 @@ class PartSums:
             part: The part.
             is_shared: Whether others may hold it, too: it is left as it is then.
         """
-        block = self._blocks.setdefault(key, PartSum(_NOBODYS))
+        block = self._blocks.setdefault(key, PartSum(_NOBODYS, dtype=self._dtype))
         block.add(block.num_parts, part, is_shared=is_shared)
 
     def take_block(self, key: Block, *, is_read: bool = False) -> Gradient:
@@ -190,7 +211,8 @@ class PartSums:
                 parameter.grad = gradient
 
     def _sum_of(self, parameter: torch.Tensor) -> PartSum:
-        return self._sums.setdefault(id(parameter), PartSum(parameter, self._order))
+        own = PartSum(parameter, self._order, self._dtype)
+        return self._sums.setdefault(id(parameter), own)
 
     def end_batch(self) -> None:
         """Add the totals to ``.grad``; of a step, where its parts were kept.
