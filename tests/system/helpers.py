@@ -14,6 +14,7 @@ from pathlib import Path
 from system.warm_jobs import warm_launcher, with_defaults
 
 JOBS = Path(__file__).parent / "jobs"
+PROGRAMS = {"graphsplit": ("-m", "graphsplit.cli")}
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,19 @@ def read_logs(folder: Path) -> dict[str, str]:
 
 
 def run_command(command: Sequence[str], *, timeout_s: float = 240, **environment: str) -> Finished:
-    """Run ``graphsplit COMMAND`` to its end, in a process that has imported torch already.
+    """Run ``graphsplit COMMAND`` to its end."""
+    return _run("graphsplit", *command, timeout_s=timeout_s, **environment)
+
+
+def run_alone(script: str, *arguments: str, timeout_s: float = 240) -> list[str]:
+    """Run a script in one process, without a job; the lines that it prints."""
+    done = _run(str(JOBS / script), *arguments, timeout_s=timeout_s)
+    assert done.status == 0, done.output[-4000:]
+    return done.output.splitlines()
+
+
+def _run(*command: str, timeout_s: float, **environment: str) -> Finished:
+    """Run a command to its end, in a process that has imported torch already.
 
     Where a variable that is read before that differs, in a fresh one.
     """
@@ -68,7 +81,7 @@ def run_command(command: Sequence[str], *, timeout_s: float = 240, **environment
             status = warm_launcher().run(command, environ, output.fileno(), timeout_s)
         else:
             status = subprocess.run(
-                [sys.executable, "-m", "graphsplit.cli", *command],
+                [sys.executable, *(PROGRAMS.get(command[0]) or command[:1]), *command[1:]],
                 env=environ,
                 stdout=output,
                 stderr=subprocess.STDOUT,

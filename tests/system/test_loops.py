@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from system.helpers import JOBS, run_job
+from system.helpers import run_alone, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(400)]
 
@@ -16,10 +14,7 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def plain() -> list[str]:
     """What one process prints."""
-    done = subprocess.run(
-        [sys.executable, str(JOBS / "loops.py")], capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+    return run_alone("loops.py")
 
 
 @pytest.mark.parametrize(

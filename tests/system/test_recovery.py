@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from system.helpers import JOBS, Finished, run_job
+from system.helpers import Finished, run_alone, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(400)]
 
@@ -16,10 +14,13 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def plain() -> list[str]:
     """What one process prints."""
-    done = subprocess.run(
-        [sys.executable, str(JOBS / "recovering.py")], capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+    return run_alone("recovering.py")
+
+
+@pytest.fixture(scope="module")
+def plain_replicated() -> list[str]:
+    """The same of the network that is replicated."""
+    return run_alone("recovering.py", "--replicated")
 
 
 def recovering(
@@ -89,10 +90,10 @@ def test_a_job_that_is_asked_to_end_stops_in_order_and_goes_on_another_time(
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_the_others_go_on_in_the_same_bits_and_take_in_who_comes(restarts: int, tmp_path: Path):
+def test_the_others_go_on_in_the_same_bits_and_take_in_who_comes(
+    restarts: int, plain_replicated: list[str], tmp_path: Path
+):
     """Worker 0 dies in training, worker 2 in evaluation; with restarts both come back."""
-    command = [sys.executable, str(JOBS / "recovering.py"), "--replicated"]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     job = recovering(
         "0:BACKWARD:5,2:EVAL:9", tmp_path, workers=3, restarts=restarts,
         options=("--replicated",), GS_RECOVERY="go_on",
@@ -100,7 +101,7 @@ def test_the_others_go_on_in_the_same_bits_and_take_in_who_comes(restarts: int, 
     assert job.status == 0, job.output[-6000:]
     assert len(list(tmp_path.iterdir())) == 2
     for rank in range(3) if restarts else (1,):
-        assert job.said_by(f"worker {rank}")[-len(plain) :] == plain
+        assert job.said_by(f"worker {rank}")[-len(plain_replicated) :] == plain_replicated
     if not restarts:  # one that is started again may be there before the others have left
         assert "going on with 2 of 3 workers, without workers 0" in job.logs["scheduler"]
         assert "going on with 1 of 3 workers, without workers 0, 2" in job.logs["scheduler"]
@@ -108,8 +109,7 @@ def test_the_others_go_on_in_the_same_bits_and_take_in_who_comes(restarts: int, 
 
 def test_one_that_comes_later_is_taken_in_at_a_step(tmp_path: Path):
     options = ("--replicated", "--epochs", "300")
-    command = [sys.executable, str(JOBS / "recovering.py"), *options]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    plain = run_alone("recovering.py", *options)
     job = recovering(
         "0:BACKWARD:5", tmp_path, workers=3, restarts=1,
         options=(*options, "--late", "0.5"), GS_RECOVERY="go_on",

@@ -6,7 +6,9 @@ The plain script is the example without its two lines.
 from __future__ import annotations
 
 import ast
+import functools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,28 @@ def plain(
     return done.stdout.splitlines()
 
 
+CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
+    "accelerate_loop.py": (("from graphsplit.integrations.accelerate", "from accelerate"),),
+    "run_clm.py": (("from graphsplit.integrations.transformers", "from transformers"),),
+    "lightning_module.py": (
+        ("from graphsplit.integrations.lightning import GraphsplitStrategy\n", ""),
+        ("        strategy=GraphsplitStrategy(),\n", ""),
+    ),
+}
+
+
+@functools.cache
+def plain_once(example: str, folder: Path) -> list[str]:
+    """What an example prints in one process; it is run once, in its own part of a folder."""
+    return plain(example, folder / example, *CHANGES[example])
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What examples leave in one process: see ``plain_once``."""
+    return tmp_path_factory.mktemp("plain")
+
+
 def on_workers(example: str, folder: Path, *arguments: str) -> Finished:
     """Run an example on two workers."""
     job = run_job(EXAMPLES / example, str(folder), *arguments, workers=2)
@@ -75,14 +99,14 @@ def killed(example: str, folder: Path, rank: int, call: int) -> None:
     assert f"worker {rank} was killed by SIGKILL" in job.output.splitlines()[-1]
 
 
-def on_three(example: str, folder: Path, transport: str) -> Finished:
-    """Run an example on three workers, one of which is between the other two."""
+def on_three(example: str, folder: Path) -> Finished:
+    """Run an example on three workers, one of which is between the other two, over gRPC."""
     text, (old, new) = (EXAMPLES / example).read_text(), THREE[example]
     assert text.count(old) == 1
     script = folder.with_suffix(".py")
     script.write_text(text.replace(old, new))
     folder.mkdir()
-    job = run_job(script, str(folder), workers=3, GS_TRANSPORT=transport)
+    job = run_job(script, str(folder), workers=3, GS_TRANSPORT="grpc")
     assert job.status == 0, job.output[-6000:]
     return job
 
@@ -97,10 +121,13 @@ def files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(tmp_path: Path) -> None:
+def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(
+    tmp_path: Path, plain_folder: Path
+) -> None:
     pytest.importorskip("accelerate", reason="needs graphsplit[accelerate]")
-    one, two, example = tmp_path / "plain", tmp_path / "workers", "accelerate_loop.py"
-    lines = plain(example, one, ("from graphsplit.integrations.accelerate", "from accelerate"))
+    example = "accelerate_loop.py"
+    one, two = plain_folder / example, tmp_path / "workers"
+    lines = plain_once(example, plain_folder)
     two.mkdir()
     job = on_workers(example, two)
 
@@ -122,11 +149,12 @@ def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(tmp_pat
 
 
 def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
-    tmp_path: Path,
+    tmp_path: Path, plain_folder: Path
 ) -> None:
     pytest.importorskip("accelerate", reason="needs graphsplit[transformers]")
-    one, two, example = tmp_path / "plain", tmp_path / "workers", "run_clm.py"
-    lines = plain(example, one, ("from graphsplit.integrations.transformers", "from transformers"))
+    example = "run_clm.py"
+    one, two = plain_folder / example, tmp_path / "workers"
+    lines = plain_once(example, plain_folder)
     two.mkdir()
     job = on_workers(example, two)
 
@@ -146,14 +174,14 @@ def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
     assert difference(states, others) is None
 
 
-def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(tmp_path: Path) -> None:
+def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(
+    tmp_path: Path, plain_folder: Path
+) -> None:
     pytest.importorskip("lightning", reason="needs graphsplit[lightning]")
-    one, two, example = tmp_path / "plain", tmp_path / "workers", "lightning_module.py"
-    changes = (
-        ("from graphsplit.integrations.lightning import GraphsplitStrategy\n", ""),
-        ("        strategy=GraphsplitStrategy(),\n", ""),
-    )
-    lines = plain(example, one, *changes)
+    example = "lightning_module.py"
+    one, two = tmp_path / "plain", tmp_path / "workers"
+    lines = plain_once(example, plain_folder)
+    shutil.copytree(plain_folder / example, one)  # it goes on there
     two.mkdir()
     job = on_workers(example, two)
 
@@ -164,7 +192,8 @@ def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(tmp_pa
     assert (one / logged).read_bytes() == (two / logged).read_bytes()
     assert difference(end(one), end(two)) is None and len(end(one)[0]) == 104
 
-    plain(example, one, *changes, arguments=("--resume",))  # it draws anew, in one process too
+    # It draws anew, in one process too.
+    plain(example, one, *CHANGES[example], arguments=("--resume",))
     lost = tmp_path / "lost"
     killed(example, lost, rank=1, call=90)
     on_workers(example, lost, "--resume")
@@ -172,36 +201,20 @@ def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(tmp_pa
     assert len(end(one, "resumed.pt")[0]) == 52
 
 
-@pytest.mark.parametrize(
-    ("example", "changes"),
-    [
-        (
-            "accelerate_loop.py",
-            (("from graphsplit.integrations.accelerate", "from accelerate"),),
-        ),
-        ("run_clm.py", (("from graphsplit.integrations.transformers", "from transformers"),)),
-        (
-            "lightning_module.py",
-            (
-                ("from graphsplit.integrations.lightning import GraphsplitStrategy\n", ""),
-                ("        strategy=GraphsplitStrategy(),\n", ""),
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("example", CHANGES)
 def test_a_trainer_has_the_bits_and_the_files_of_one_process_on_three_workers(
-    example: str, changes: tuple[tuple[str, str], ...], tmp_path: Path
+    example: str, tmp_path: Path, plain_folder: Path
 ) -> None:
+    """By gRPC; on two workers by shared memory."""
     library = {"a": "accelerate", "r": "transformers", "l": "lightning"}[example[0]]
     pytest.importorskip(library, reason=f"needs graphsplit[{library}]")
-    plain(example, tmp_path / "plain", *changes)
-    for transport in ("shm", "grpc"):
-        job = on_three(example, tmp_path / transport, transport)
+    plain_once(example, plain_folder)
+    job = on_three(example, tmp_path / "workers")
 
-        assert files(tmp_path / transport) == files(tmp_path / "plain")
-        assert difference(end(tmp_path / "plain"), end(tmp_path / transport)) is None
-        for rank in (1, 2):
-            assert not [line for line in job.said_by(f"worker {rank}") if line[:1] in "{e"]
+    assert files(tmp_path / "workers") == files(plain_folder / example)
+    assert difference(end(plain_folder / example), end(tmp_path / "workers")) is None
+    for rank in (1, 2):
+        assert not [line for line in job.said_by(f"worker {rank}") if line[:1] in "{e"]
 
 
 def printed(job: Finished, rank: int) -> list[str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from system.helpers import JOBS, Finished, run_job
+from system.helpers import Finished, run_alone, run_job
 from system.jobs.nets import Fan
 from system.jobs.training_state import digest
 
@@ -20,14 +17,7 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def plain() -> list[str]:
-    done = subprocess.run(
-        [sys.executable, str(JOBS / "training_state.py"), "plain"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    return run_alone("training_state.py", "plain")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Starts launchers by fork from one process that has imported everything, for all tests of a run.
+"""Starts launchers, and scripts in one process, by fork from one that has imported everything.
 
 A job then begins at once. Launcher, scheduler and workers are processes as always; the process that
 forks workers is itself forked, from one that has no thread, instead of importing torch each time.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from graphsplit.cli.launch import fork_server
+from graphsplit.cli.launch import fork_server, script_process
 from graphsplit.cli.launch.children import make_setup
 from graphsplit.cli.launch.environment import ChildSpec, lone_child
 from graphsplit.cli.launch.warm import WarmStart
@@ -72,7 +72,7 @@ def _prepare_server() -> None:
 
 
 def _serve() -> None:
-    """Fork a launcher for each request; answer with its status when it has ended."""
+    """Fork a process for each request; answer with its status when it has ended."""
     line = socket.socket(fileno=int(sys.argv[1]))
     fork_server.import_all()
     from graphsplit.cli import job
@@ -87,13 +87,13 @@ def _serve() -> None:
         pid = os.fork()
         if pid == 0:
             line.close()
-            _be_launcher(json.loads(data), numbers[0], main)
+            _become(json.loads(data), numbers[0], main)
         os.close(numbers[0])
         line.send(str(pid).encode())
         line.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
-def _be_launcher(wanted: Mapping[str, Any], output: int, main: Callable[..., None]) -> NoReturn:
+def _become(wanted: Mapping[str, Any], output: int, main: Callable[..., None]) -> NoReturn:
     status = 1
     try:
         for target in (1, 2):
@@ -102,7 +102,11 @@ def _be_launcher(wanted: Mapping[str, Any], output: int, main: Callable[..., Non
         os.chdir(wanted["folder"])
         os.environ.clear()
         os.environ.update(wanted["environ"])
-        sys.argv = ["graphsplit", *wanted["arguments"]]
+        command, *arguments = wanted["command"]
+        if command != "graphsplit":
+            fork_server._reseed()
+            script_process.leave(script_process.run(wanted["command"]))
+        sys.argv = ["graphsplit", *arguments]
         _prepare_server()
         main(prog_name="graphsplit")
     except SystemExit as ended:
@@ -127,10 +131,10 @@ class WarmLauncher:
         return _fixed(environ) == _fixed(self._environ)
 
     def run(
-        self, arguments: Sequence[str], environ: Mapping[str, str], output: int, timeout_s: float
+        self, command: Sequence[str], environ: Mapping[str, str], output: int, timeout_s: float
     ) -> int:
-        """Run ``graphsplit ARGUMENTS`` to its end; its status."""
-        wanted = {"arguments": list(arguments), "environ": dict(environ), "folder": os.getcwd()}
+        """Run ``graphsplit``, or a script in one process, to its end; its status."""
+        wanted = {"command": list(command), "environ": dict(environ), "folder": os.getcwd()}
         self._line.settimeout(timeout_s)
         socket.send_fds(self._line, [json.dumps(wanted).encode()], [output])
         pid = int(self._line.recv(64))
