@@ -1,4 +1,4 @@
-"""A tensor as it is known before it exists: dtype, shape and strides."""
+"""A tensor as it is known before it exists: dtype, shape, strides and device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+CPU = "cpu"
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Where a tensor is, as ``TensorMeta`` has it; one on ``meta`` stands for one of a CPU."""
+    return CPU if tensor.is_cpu or tensor.is_meta else str(tensor.device)
 
 
 def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -50,14 +57,16 @@ def _size(size: int | torch.SymInt) -> int:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """dtype, shape and strides (in elements) of a dense tensor.
+    """dtype, shape, strides (in elements) and device of a dense tensor.
 
-    Sizes and strides that follow from dynamic dimensions are ``DynamicSize``.
+    Sizes and strides that follow from dynamic dimensions are ``DynamicSize``. The device is
+    ``"cpu"``, or another with its index, as ``"cuda:0"``.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    device: str = CPU
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
@@ -67,7 +76,7 @@ class TensorMeta:
             OverflowError: A dynamic size has no bound.
         """
         sizes, strides = map(_size, tensor.shape), map(_size, tensor.stride())
-        return cls(tensor.dtype, tuple(sizes), tuple(strides))
+        return cls(tensor.dtype, tuple(sizes), tuple(strides), device_of(tensor))
 
     @property
     def static_shape(self) -> tuple[int | None, ...]:
@@ -98,13 +107,11 @@ class TensorMeta:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
-        """For example ``float32[32, 6, 28, 28]``; strides are named only when not contiguous."""
+        """For example ``float32[32, 6, 28, 28]``; what is not usual is named: strides, device."""
         text = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-        return (
-            text
-            if self.strides == contiguous_strides(self.shape)
-            else (f"{text} strides {list(self.strides)}")
-        )
+        if self.strides != contiguous_strides(self.shape):
+            text += f" strides {list(self.strides)}"
+        return text if self.device == CPU else f"{text} on {self.device}"
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from graphsplit.batches import records
 from graphsplit.capture.numbers.known_values import is_all_ones
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import DTYPES, TensorMeta
+from graphsplit.tensor_meta import CPU, DTYPES, TensorMeta
 from graphsplit.torch_ext.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -34,7 +34,7 @@ _MAPPINGS: dict[type[Any], str] = {dict: "d", OrderedDict: "o"}
 
 @dataclass(frozen=True)
 class Signature:
-    """Structure, dtypes, shapes and strides of the arguments of one step; plain values whole.
+    """Structure, dtypes, shapes, strides and devices of a step's arguments; plain values whole.
 
     Masks of nothing but ones are told apart from others: networks leave them out.
 
@@ -67,8 +67,12 @@ class Signature:
         """The signature with a given text."""
         return cls(text, hashlib.sha256(text.encode()).hexdigest()[:16])
 
-    def example(self, device: str = "cpu") -> Arguments:
-        """Arguments with this signature, tensors filled with zeros; with ones, masks of ones."""
+    def example(self, device: str | None = None) -> Arguments:
+        """Arguments with this signature, tensors filled with zeros; with ones, masks of ones.
+
+        Args:
+            device: Where to make all of them; None: each where it is.
+        """
         args, kwargs = _decode(json.loads(self.text), device)
         return args, kwargs
 
@@ -79,11 +83,14 @@ class Signature:
 
 # One encoded tensor: {"t": ["float32", [4, 8], [8, 1]]}; a mask of nothing but ones: {"ones": ...};
 # one that a gradient is wanted of: {"grad": ...}.
-_SIZES = re.compile(r'\{"(t|ones|grad)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]\]\}')
+# On another device than a CPU, that comes last: {"t": ["float32", [4, 8], [8, 1], "cuda:0"]}.
+_SIZES = re.compile(
+    r'\{"(t|ones|grad)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]((?:, "[\w:]+")?)\]\}'
+)
 
 
 def _without_sizes(found: re.Match[str]) -> str:
-    return f'{{"{found[1]}": ["{found[2]}", {len(found[3].split())}]}}'
+    return f'{{"{found[1]}": ["{found[2]}", {len(found[3].split())}{found[4]}]}}'
 
 
 _MAX_SIGNATURES = 256
@@ -94,12 +101,17 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
     """Something cheap that is equal for equal signatures alone."""
     plain = _plain_tensors(arguments)
     if plain is not None:
-        return tuple([(t.dtype, t.shape, t.stride(), t.requires_grad, _is_ones(t)) for t in plain])
+        return tuple(
+            [
+                (t.dtype, t.shape, t.stride(), t.requires_grad, _is_ones(t), t.is_cpu or t.device)
+                for t in plain
+            ]
+        )
     found, spec = pytree.tree_flatten(arguments)
     return (
         spec,
         *(
-            (leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad, _is_ones(leaf))
+            (leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad, _is_ones(leaf), leaf.device)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), repr(*_encode(leaf).values()))
             for leaf in found
@@ -122,7 +134,8 @@ def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
         kind = "ones" if _is_ones(value) else "grad" if value.requires_grad else "t"
-        return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
+        where = () if meta.device == CPU else (meta.device,)
+        return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides, *where]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"v": value}
     if type(value) in _SEQUENCES:
@@ -156,11 +169,12 @@ def _encode_key(key: Any) -> Any:
     )
 
 
-def _decode(node: dict[str, Any], device: str) -> Any:
+def _decode(node: dict[str, Any], device: str | None) -> Any:
     ((kind, content),) = node.items()
     if kind in ("t", "ones", "grad"):
-        dtype, shape, strides = content
-        made = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=device)
+        dtype, shape, strides, *where = content
+        where = device or (where[0] if where else CPU)
+        made = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=where)
         return made.fill_(kind == "ones").requires_grad_(kind == "grad")
     if kind == "v":
         return content

@@ -10,6 +10,8 @@ import json
 import os
 from typing import Any, NoReturn
 
+import torch
+
 from graphsplit.errors import FrameError
 from graphsplit.tensor_meta import DTYPES, span_elements
 
@@ -66,6 +68,11 @@ class _Checker:
         match kind, content:
             case ("t" | "ones" | "grad", [str(dtype), list(shape), list(strides)]):
                 self._tensor(dtype, shape, strides)
+            case ("t" | "ones" | "grad", [str(dtype), list(shape), list(strides), str(device)]):
+                if device not in (known := _devices()):
+                    here = ", ".join(known) or "no devices but CPUs"
+                    self.refuse(f"expected a tensor on what this worker has ({here})", node)
+                self._tensor(dtype, shape, strides)
             case "v", (None | bool() | int() | float() | str()):
                 return
             case (("l" | "u"), list(items)):
@@ -100,6 +107,13 @@ class _Checker:
         if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
             self.refuse("expected sizes and strides", numbers)
         self.size_bytes += span_elements(shape, strides) * dtype.itemsize
+
+
+def _devices() -> list[str]:
+    """The devices of this machine, other than CPUs."""
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if kind is not None else 0
+    return [f"{kind}:{index}" for index in range(count)]
 
 
 def _memory_bytes() -> int:

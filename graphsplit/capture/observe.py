@@ -235,7 +235,9 @@ class Pretence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *operands: Any) -> torch.Tensor:
         """Make the result."""
-        made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
+        made = torch.empty_strided(
+            output.shape, output.stride(), dtype=output.dtype, device=output.device
+        )
         if not output.requires_grad:
             ctx.mark_non_differentiable(made)
         return made

@@ -20,17 +20,19 @@ _COUNTERS_OF_DATA = frozenset(("epoch", "_epoch"))
 
 
 def process_generators() -> Fixed:
-    """The states of Python's and NumPy's own generators: tensors, numbers and strings.
+    """The states of Python's, NumPy's and GPUs' generators: tensors, numbers and strings.
 
     As long as nothing is drawn, the same object is returned.
     """
     global _last
     python: Any = random.getstate()
     numpy: Any = np.random.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     name, words, *rest = numpy
-    seen = python, name, words.tobytes(), rest
+    seen = python, name, words.tobytes(), rest, [state.tolist() for state in devices]
     if _last is None or _last[0] != seen:
-        _last = seen, Fixed(python=_python_state(python), numpy=_numpy_state(numpy))
+        found = {"python": _python_state(python), "numpy": _numpy_state(numpy)}
+        _last = seen, Fixed(found | ({"devices": devices} if devices else {}))
     return _last[1]
 
 
@@ -41,10 +43,12 @@ def set_process_generators(states: Mapping[str, Any]) -> None:
     """Set what ``process_generators`` gave."""
     random.setstate(_python_tuple(states["python"]))
     np.random.set_state(_numpy_tuple(states["numpy"]))
+    if "devices" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["devices"])
 
 
 def all_generators() -> tuple[torch.Tensor, Fixed]:
-    """The states of PyTorch's default generator, and of Python's and NumPy's own."""
+    """The states of PyTorch's default generator, and of those of ``process_generators``."""
     return torch.default_generator.get_state(), process_generators()
 
 

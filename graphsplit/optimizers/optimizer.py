@@ -27,6 +27,7 @@ from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
 from graphsplit.optimizers.trial import Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
+from graphsplit.torch_ext.private import foreach_devices
 
 
 class _Verdict(enum.Enum):
@@ -120,6 +121,7 @@ class OwnedOptimizer:
         self._residence: Residence | None = None
         self._owned: list[list[torch.Tensor]] = []
         self._counted: list[list[torch.Tensor]] = []
+        self._on_devices: list[int] = []  # groups with owned parameters that are on no CPU
         self._owners: tuple[int, ...] = ()
         self._judged: _Judged | None = None
 
@@ -274,7 +276,7 @@ class OwnedOptimizer:
         """Leave out what is not here: it has no gradient, but skipping it takes time."""
         is_torchs = self._judged is not None and self._judged.is_torchs
         check = None if is_torchs else self._check_unchanged
-        return _Narrowed(self._optimizer.param_groups, self._owned, check)
+        return _Narrowed(self._optimizer.param_groups, self._owned, self._on_devices, check)
 
     def _check_unchanged(
         self, groups: Sequence[Mapping[str, Any]], given: Sequence[Sequence[torch.Tensor]]
@@ -295,6 +297,9 @@ class OwnedOptimizer:
         if not _hold(groups, self._counted):
             self._counted = [list(group["params"]) for group in groups]
             self._owned = [[p for p in group if not is_elsewhere(p)] for group in self._counted]
+            self._on_devices = [
+                n for n, g in enumerate(self._owned) if not all(p.is_cpu for p in g)
+            ]
             self._owners = self._found_owners()
             if self._judged is not None and not self._holds(self._judged):
                 self._judged = None
@@ -310,16 +315,20 @@ class OwnedOptimizer:
 class _Narrowed:
     """Inside, an optimizer's groups hold these parameters alone.
 
-    At every step: a generator would take as long again.
+    At every step: a generator would take as long again. Groups on devices are stepped in the form
+    (many tensors in one kernel, or each alone) that torch would choose for all of their parameters.
     """
 
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
         parameters: Sequence[Sequence[torch.Tensor]],
+        on_devices: Sequence[int],
         check: Callable[[Sequence[dict[str, Any]], Sequence[Sequence[torch.Tensor]]], None] | None,
     ) -> None:
         self._groups = tuple(groups)
+        self._formed = [g for g in map(groups.__getitem__, on_devices) if _chooses_form(g)]
+        self._forms = [_takes_many(group) for group in self._formed]
         self._whole = [group["params"] for group in groups]
         self._given = list(map(list, parameters))
         self._check = check
@@ -327,6 +336,8 @@ class _Narrowed:
     def __enter__(self) -> None:
         for group, parameters in zip(self._groups, self._given, strict=True):
             group["params"] = parameters
+        for group, takes_many in zip(self._formed, self._forms, strict=True):
+            group["foreach"] = takes_many
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -335,6 +346,22 @@ class _Narrowed:
         finally:
             for group, whole in zip(self._groups, self._whole, strict=True):
                 group["params"] = whole
+            for group in self._formed:
+                group["foreach"] = None
+
+
+def _chooses_form(group: Mapping[str, Any]) -> bool:
+    """Whether torch is left the choice of how to step a group."""
+    is_open = "foreach" in group and group["foreach"] is None
+    return is_open and not group.get("fused") and not group.get("differentiable")
+
+
+def _takes_many(group: Mapping[str, Any]) -> bool:
+    """Whether torch would step many of a whole group's parameters in one kernel."""
+    if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable", True):
+        return False
+    kinds = {p.device.type for p in group["params"] if p.requires_grad}
+    return kinds <= set(foreach_devices())
 
 
 def _hold(groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]) -> bool:

@@ -18,7 +18,7 @@ from graphsplit.marks.rules import kept_rules
 from graphsplit.optimizers.parameter_hooks import with_hooks
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
-from graphsplit.partition.checks.redrawn import refuse_redrawn
+from graphsplit.partition.checks.redrawn import refuse_draws_on_devices, refuse_redrawn
 from graphsplit.partition.checks.replicated import is_evaluated_apart, refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
@@ -215,6 +215,7 @@ def _partitioned(
     opened = take_branches_apart(graph, branches_to_open(graph, rules))
     placed = keep_memory_together(with_known_results(resolve(opened, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
+    refuse_draws_on_devices(placed)
     plan = partition(placed, is_microbatched=part.is_microbatched, home=home)
     refuse_shared_state(plan)
     refuse_unordered(plan)

@@ -68,6 +68,7 @@ def _spec(
         label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
         f"worker {edge.destination}",
         lends=_is_kept_inside(plan, edge),
+        device=edge.meta.device,
     )
 
 

@@ -260,6 +260,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_group_tensors_by_device_and_dtype", "_has_foreach_support"),
     ),
     *_of(
+        "torch.utils._foreach_utils",
+        "on which devices an optimizer steps many parameters in one kernel",
+        "_get_foreach_kernels_supported_devices",
+    ),
+    *_of(
         "torch.nn.utils.clip_grad",
         "clip_grad_norm_ asks these, by these names: a part of the norm is refused there",
         *("_get_total_norm", "_group_tensors_by_device_and_dtype"),

@@ -41,6 +41,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.fx.proxy import _STACK_TRACE_ANCHORS as STACK_TRACE_ANCHORS
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped_tensors
 from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,6 +81,7 @@ __all__ = [
     "exit_autocast",
     "export_trace",
     "foreach_copy_",
+    "foreach_devices",
     "foreach_norm",
     "gloo_group",
     "grouped_tensors",

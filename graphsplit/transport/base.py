@@ -35,7 +35,7 @@ class ChannelSpec:
         max_bytes: The most memory one received value may take, strides included.
         depth: How many messages may be under way before ``send`` waits for the receiver.
         label: The edge in words, for errors: ``"conv1.relu: worker 3 -> worker 4"``.
-        device: Where values are, on both ends: ``"cpu"``, or a type of device such as ``"cuda"``.
+        device: Where values are, on both ends: ``"cpu"``, or another device such as ``"cuda:0"``.
     """
 
     plan: int

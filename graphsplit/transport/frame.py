@@ -202,12 +202,12 @@ class FrameEncoder:
         if value.layout is not _STRIDED:
             return self._new_frame(value)
         misalignment = value.data_ptr() & 63
-        key = value.dtype, value.device.type, value.shape, value.stride(), misalignment
+        key = value.dtype, value.device, value.shape, value.stride(), misalignment
         return self._known.get(key) or self._known.keep(key, self._new_frame(value))
 
     def _new_frame(self, value: torch.Tensor) -> Frame:
         spec = self._spec
-        if value.layout is not torch.strided or value.device.type != spec.device:
+        if value.layout is not torch.strided or str(value.device) != spec.device:
             where = "CPU" if spec.device == "cpu" else spec.device
             actual = f"{value.layout} on {value.device}"
             self._refuse("memory", f"a strided {where} tensor", actual)

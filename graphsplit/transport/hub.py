@@ -32,9 +32,9 @@ from graphsplit.transport.endpoints import (
     shm_socket_name,
     torch_versions,
 )
-from graphsplit.transport.frame import describe
 from graphsplit.transport.metered import MeteredTraffic
 from graphsplit.transport.session import Session
+from graphsplit.transport.staged import StagedReceiver, StagedSender, staged
 from graphsplit.transport.wait import WaitPolicy
 
 if TYPE_CHECKING:
@@ -93,27 +93,29 @@ class Router(Transport):
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
-        sender = self._to(spec, spec.source, spec.destination).open_sender(spec)
+        transport, sent = self._way(spec, spec.source, spec.destination)
+        sender = transport.open_sender(sent)
+        if sent is not spec:
+            sender = StagedSender(sender)
         return sender if self._traffic is None else self._traffic.sender(sender, spec)
 
     def open_receiver(self, spec: ChannelSpec) -> Receiver:
         """See ``Transport.open_receiver``."""
-        receiver = self._to(spec, spec.destination, spec.source).open_receiver(spec)
+        transport, sent = self._way(spec, spec.destination, spec.source)
+        receiver = transport.open_receiver(sent)
+        if sent is not spec:
+            receiver = StagedReceiver(receiver, spec.device)
         return receiver if self._traffic is None else self._traffic.receiver(receiver, spec)
 
-    def _to(self, spec: ChannelSpec, mine: int, peer: int) -> Transport:
+    def _way(self, spec: ChannelSpec, mine: int, peer: int) -> tuple[Transport, ChannelSpec]:
+        """The transport of a channel, and the channel as it has it: devices are NCCL's alone."""
         if mine != self._rank or not 0 <= peer < len(self.routes):
             raise TransportError(
                 f"expected a channel between worker {self._rank} and one of the "
                 f"{len(self.routes)} workers, got one between {mine} and {peer}"
             )
         name = self.routes[peer][0]
-        if spec.device != "cpu" and name != "nccl":
-            raise TransportError(
-                f"{describe(spec)}: a value on {spec.device} cannot travel by {name!r}\n"
-                f"  Fix: set GS_TRANSPORT=nccl"
-            )
-        return self._transports[name]
+        return self._transports[name], spec if name == "nccl" else staged(spec)
 
     def close_plan(self, plan: int) -> None:
         """See ``Transport.close_plan``."""

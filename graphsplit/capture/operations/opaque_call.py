@@ -284,7 +284,7 @@ class _WritableLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         """The same memory."""
-        return torch.empty(0, dtype=leaf.dtype).set_(
+        return torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(
             leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride()
         )
 

@@ -9,6 +9,7 @@ from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
 from graphsplit.marks.annotations import Annotation
+from graphsplit.tensor_meta import CPU
 
 
 def refuse_unreplicable(
@@ -67,6 +68,9 @@ def _sources(replicas: Mapping[str, Annotation]) -> str:
 
 def _problems_of(graph: CapturedGraph) -> Iterator[str]:
     """All that would have to pass from one microbatch to the next, so from replica to replica."""
+    devices = {n.meta.device for n in graph.nodes if n.meta is not None} - {CPU}
+    if devices:
+        yield f"it has tensors on {', '.join(sorted(devices))}, and replicas add up on CPUs alone"
     for position in sorted(graph.modified):
         node = graph.nodes[position]
         what = "an input" if not node.is_state else told(node.kind.value, node.target)

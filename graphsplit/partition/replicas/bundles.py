@@ -15,7 +15,7 @@ import torch
 
 from graphsplit.partition.plan import BlockSums, Edge, PartitionPlan
 from graphsplit.partition.replicas.exchange import with_edges
-from graphsplit.tensor_meta import TensorMeta, span_elements
+from graphsplit.tensor_meta import CPU, TensorMeta, span_elements
 
 _MOST_OF_ONE = 64 << 10  # bytes; larger ones go from memory to memory
 _MOST_TOGETHER = 1 << 20
@@ -57,7 +57,7 @@ def _can_go_with_others(plan: PartitionPlan, edge: Edge) -> bool:
     value = plan.in_first_lane(edge.value)
     is_output = any(output.node == value for output in plan.placed.graph.outputs)
     is_small = 0 < edge.meta.size_bytes <= _MOST_OF_ONE
-    return edge.per_step and is_small and not is_output
+    return edge.per_step and is_small and not is_output and edge.meta.device == CPU
 
 
 def places_of(plan: PartitionPlan, members: Sequence[int]) -> list[range]:

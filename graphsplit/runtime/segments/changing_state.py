@@ -53,7 +53,7 @@ def run_with_copies(
             if saved.untyped_storage().data_ptr() not in memories:
                 return saved
             memory = saved.untyped_storage().clone()
-            copy = torch.empty(0, dtype=saved.dtype)
+            copy = torch.empty(0, dtype=saved.dtype, device=saved.device)
             return copy.set_(memory, saved.storage_offset(), saved.shape, saved.stride())
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):

@@ -1,0 +1,76 @@
+"""Networks on a GPU, cut: the bits of the plain loop on that GPU. Needs one; CI has none."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphsplit.errors import PlacementError
+from graphsplit.testing.equivalence import assert_same_bits
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+BATCHES = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Net(nn.Module):
+    """Moves what it is given to the GPU, and back; ``mixed``: its norm stays on the CPU."""
+
+    def __init__(self, p: float = 0.0, *, mixed: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.one = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8)).cuda()
+        self.two = nn.Sequential(nn.Dropout(p), nn.Linear(8, 4)).cuda()
+        if not mixed:
+            self.norm.cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x.to(self.norm.weight.device)).to("cuda")
+        h = self.one(x)
+        return (self.two(h) * h.mean()).cpu()
+
+
+def cut(net: nn.Module) -> None:
+    net.get_submodule("norm").place("MS_WORKER", 0)
+    net.get_submodule("one").place("MS_WORKER", 1)
+    net.get_submodule("two").place("MS_WORKER", 0)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def test_cuts_on_the_gpu() -> None:
+    for mixed in (False, True):
+        for microbatches in (1, 4):
+            assert_same_bits(
+                lambda mixed=mixed: Net(mixed=mixed),  # type: ignore[misc]
+                BATCHES,
+                num_workers=2,
+                place=cut,
+                loss_fn=nn.CrossEntropyLoss(),
+                make_optimizer=adamw,
+                microbatches=microbatches,
+            )
+
+
+def test_dropout_there_on_one_worker_alone() -> None:
+    assert_same_bits(lambda: Net(0.5), BATCHES, num_workers=1, loss_fn=nn.CrossEntropyLoss())
+
+
+def test_dropout_there_on_several_workers_is_refused() -> None:
+    with pytest.raises(PlacementError, match="draws random numbers on cuda:0"):
+        assert_same_bits(
+            lambda: Net(0.5), BATCHES, num_workers=2, place=cut, loss_fn=nn.CrossEntropyLoss()
+        )
