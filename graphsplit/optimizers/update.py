@@ -27,7 +27,7 @@ from graphsplit.optimizers.own_step import guard_state
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.partial_norm import Share
 from graphsplit.optimizers.settings import Settings
-from graphsplit.partition.reduction import REDUCTION_DTYPE
+from graphsplit.partition.shared_norms import REDUCTION_DTYPE
 from graphsplit.torch_ext.attributes import GROWTH
 
 GradientOrder = Literal["left", "pairs"]

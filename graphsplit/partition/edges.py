@@ -16,7 +16,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.partition.drawing import drawing_node
 from graphsplit.partition.foresight import foresee_splits
-from graphsplit.partition.gradients import (
+from graphsplit.partition.gradient_sums import (
     Contribution,
     GradientOrder,
     differentiable_uses,

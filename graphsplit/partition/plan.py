@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from graphsplit.marks.wire import is_wider
-from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
+from graphsplit.partition.gradient_sums import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 from graphsplit.tensor_meta import TensorMeta

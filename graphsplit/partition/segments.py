@@ -13,7 +13,7 @@ Two additions keep the bits of eager mode:
 * Random operations run in program order, so each one runs after the one before it.
 * Where autograd would sum the gradients of a value in an order that no sum of per-segment sums
   can give, the users on the producing worker are moved to a later segment (``split_uses``); see
-  ``partition.gradients``.
+  ``partition.gradient_sums``.
 """
 
 from __future__ import annotations

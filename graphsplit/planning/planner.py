@@ -32,7 +32,6 @@ from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.compared.writes import Writes, written_apart
 from graphsplit.planning.homes import check_homes, free_others, own_all, state_here
-from graphsplit.planning.many_sizes import SizesSeen
 from graphsplit.planning.modes import as_in, refuse_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
@@ -46,6 +45,7 @@ from graphsplit.planning.progress import PlanningLines
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
 from graphsplit.planning.recordings import Match, Recordings, requires_grad_of
+from graphsplit.planning.size_warning import SizesSeen
 from graphsplit.planning.task import (
     Task,
     check_trained,

@@ -272,7 +272,7 @@ class _Lowering:
                     self._move(edge, 0, opcode)
 
     def _share_reduction(self) -> None:
-        """Parts to the root, then the whole to everybody; see ``partition.reduction``."""
+        """Parts to the root, then the whole to everybody; see ``partition.shared_norms``."""
         reduction = self.plan.reduction
         if reduction is None:
             return

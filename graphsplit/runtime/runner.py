@@ -33,7 +33,6 @@ from graphsplit.runtime.random.generators import (
     bind_receive_generators,
     bind_send_generators,
 )
-from graphsplit.runtime.reduction import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.runtime.segments.backward import BackwardBinder, overtaken
 from graphsplit.runtime.segments.blocks import bind_send_block
@@ -43,6 +42,7 @@ from graphsplit.runtime.segments.changing_state import (
     with_own_generator,
 )
 from graphsplit.runtime.segments.code import SegmentCode, build_code
+from graphsplit.runtime.shared_norms import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.step_state import Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
 from graphsplit.transport.base import Sender

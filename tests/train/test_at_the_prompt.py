@@ -18,7 +18,7 @@ from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, ConfigurationError, JobFailedError, PlacementError
 from graphsplit.marks.annotations import module_annotation
-from graphsplit.planning.many_sizes import SizesSeen
+from graphsplit.planning.size_warning import SizesSeen
 from graphsplit.train.in_words import TrainingInWords
 
 assert threads_as_workers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
-from graphsplit.partition.reduction import check_reduction
+from graphsplit.partition.shared_norms import check_reduction
 from graphsplit.placement.resolve import EVERYWHERE
 
 if TYPE_CHECKING:

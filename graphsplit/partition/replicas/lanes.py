@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from graphsplit.capture.graph import CapturedGraph, Node
 from graphsplit.errors import PlacementError
-from graphsplit.partition.gradients import Contribution
+from graphsplit.partition.gradient_sums import Contribution
 from graphsplit.partition.plan import (
     BackwardSplit,
     Edge,

@@ -16,7 +16,7 @@ from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.capture.operations.regions import ORDINARY, Region
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.partition.checks.returned import limits_of
-from graphsplit.partition.gradients import Use
+from graphsplit.partition.gradient_sums import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
 from graphsplit.runtime.segments.compiled import Compiler
 from graphsplit.runtime.segments.generated_source import forget_with

@@ -1,4 +1,4 @@
-"""The reduction over all gradients: its instructions, and its messages."""
+"""Norms of gradients that all owners share before the optimizer: instructions and messages."""
 
 from __future__ import annotations
 
