@@ -130,6 +130,12 @@ DTYPES: dict[str, torch.dtype] = {
 """Every dtype by its name, and nothing else that torch has under a name."""
 
 
+SPARSE_FIX = (
+    "give its indices and values, and build it in forward of the module that multiplies by it, "
+    "by torch.sparse_coo_tensor(indices, values, size); or give it as a dense tensor."
+)
+
+
 def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes in row-major order; its own memory where it lies there like that."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -21,7 +21,7 @@ from graphsplit.batches import records
 from graphsplit.capture.numbers.known_values import is_all_ones
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import CPU, DTYPES, TensorMeta
+from graphsplit.tensor_meta import CPU, DTYPES, SPARSE_FIX, TensorMeta
 from graphsplit.torch_ext.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -219,6 +219,19 @@ def fingerprint(arguments: Arguments) -> int:
 _OF_NUMPY = frozenset((torch.float32, torch.int64, torch.float64, torch.int32, torch.uint8))
 
 
+def _check_dense(tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a batch that is not dense.
+
+    Raises:
+        ConfigurationError: It is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        raise ConfigurationError(
+            f"a batch holds a tensor of layout {tensor.layout}, which cannot be sent\n"
+            f"  Fix: {SPARSE_FIX}"
+        )
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
@@ -235,6 +248,7 @@ def _as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.dtype in _OF_NUMPY and _is_plain(tensor):  # a tenth of the calls, at every step
         octets = tensor.numpy().reshape(-1).view(np.uint8)
         return octets.view(np.uint64) if octets.size % 8 == 0 else octets
+    _check_dense(tensor)
     plain = tensor.detach().cpu().contiguous()
     octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()  # as ``octets_of``
     return octets.view(np.uint64) if octets.size % 8 == 0 else octets

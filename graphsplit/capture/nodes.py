@@ -30,7 +30,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.marks.wire import ROUND
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import SPARSE_FIX, TensorMeta
 from graphsplit.torch_ext.attributes import schema_of
 from graphsplit.torch_ext.private import OperatorBase
 from graphsplit.torch_ext.steering import steers
@@ -143,6 +143,11 @@ class NodeBuilder:
             self._add_state(fx_node, _STATE_KINDS[spec.kind], str(spec.target), meta)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             value = self._program.constants[str(spec.target)]
+            if value.layout is not torch.strided:
+                raise CaptureError(
+                    f"a tensor that forward holds ({spec.target}) is of layout {value.layout}\n"
+                    f"  Fix: {SPARSE_FIX}"
+                )
             self.constants[fx_node.name] = value
             self._append(
                 fx_node, Node(fx_node.name, NodeKind.CONSTANT, str(spec.target), meta=meta)

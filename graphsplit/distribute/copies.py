@@ -1,9 +1,9 @@
-"""State dictionaries of own loops: copies that say so where it could be seen.
+"""State dictionaries of own loops: copies that behave as the tensors, or say that they are copies.
 
 In one process ``state_dict()`` holds the tensors themselves: a later step shows in it, and a write
-into it is one into the parameter. Over workers it holds copies, which do neither. So each is an
-ordinary tensor until that could be seen: a write into it, and a look at one that is out of date,
-are errors.
+into it is one into the parameter. Over workers it holds copies. A write into one goes on into the
+parameter or buffer that it is of; all workers make it, and its owner keeps it. A look at one that
+is out of date is an error.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphsplit.distribute.forms import written
@@ -30,25 +32,79 @@ _CPU = torch.device("cpu")
 Mark = Callable[[], Any]
 
 
-class StateCopy(torch.Tensor):
-    """A copy of a value, in a state dictionary.
+@dataclass(eq=False)
+class CopiedValue:
+    """A value that was copied; all tensors in the memory of the copy share this.
 
     Attributes:
-        key: That in the dictionary.
+        key: The key in the dictionary.
         mark: Gives what changes whenever the value is written to.
-        taken_at: The mark when the copy was made.
+        source: The parameter or buffer; None where writes into the copy are refused.
+        whole: All of the copy.
+        at: The mark when the copy was made, or went along with a write.
     """
 
     key: str
     mark: Mark
-    taken_at: Any
+    source: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    at: Any = None
+
+    def __post_init__(self) -> None:
+        self.at = self.mark()
+
+    def check_current(self) -> None:
+        """Refuse what the value was, after it was written to.
+
+        Raises:
+            OwnershipError: It was.
+        """
+        if self.mark() != self.at:
+            raise OwnershipError(
+                f"a copy of {self.key!r} (of a state dictionary, or taken by detach() or .data "
+                f"before the first call of the network) was looked at after a step or another "
+                f"write: in one process it would have changed with it\n"
+                f"  Fix: take it again for the new value; to keep the old one, take clone() of it, "
+                f"or copy.deepcopy(net.state_dict()), there and in one process."
+            )
+
+    def refuse_write(self) -> None:
+        """Refuse to write where no parameter or buffer would take it.
+
+        Raises:
+            OwnershipError: None would.
+        """
+        raise OwnershipError(
+            f"a copy of {self.key!r} (of an optimizer's state dictionary, or taken by detach() or "
+            f".data before the first call of the network) was written to: in one process this "
+            f"would write into the network or the optimizer\n"
+            f"  Fix: write into the parameter under torch.no_grad(); or change "
+            f"copy.deepcopy(optimizer.state_dict()), and load it with load_state_dict."
+        )
+
+    def write_on(self) -> None:
+        """Let the parameter or buffer have what the copy was given."""
+        assert self.source is not None and self.whole is not None
+        with torch.no_grad():
+            self.source.copy_(self.whole)
+        self.at = self.mark()
+
+
+class StateCopy(torch.Tensor):
+    """A copy of a value, in a state dictionary.
+
+    Attributes:
+        taken: The value that it is a copy of.
+    """
+
+    taken: CopiedValue
 
     @staticmethod
-    def of(tensor: torch.Tensor, key: str, mark: Mark, taken_at: Any) -> StateCopy:
+    def of(tensor: torch.Tensor, taken: CopiedValue) -> StateCopy:
         """The copy, in the same memory."""
         with DisableTorchFunctionSubclass():
             made = tensor.detach().as_subclass(StateCopy)
-        made.key, made.mark, made.taken_at = key, mark, taken_at
+        made.taken = taken
         return made
 
     def plain(self) -> torch.Tensor:
@@ -57,14 +113,7 @@ class StateCopy(torch.Tensor):
         Raises:
             OwnershipError: The value was written to since.
         """
-        if self.mark() != self.taken_at:
-            raise OwnershipError(
-                f"a copy of {self.key!r} (of a state dictionary, or taken by detach() or .data "
-                f"before the first call of the network) was looked at after a step or another "
-                f"write: in one process it would have changed with it\n"
-                f"  Fix: take it again for the new value; to keep the old one, take clone() of it, "
-                f"or copy.deepcopy(net.state_dict()), there and in one process."
-            )
+        self.taken.check_current()
         with DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
@@ -78,26 +127,24 @@ class StateCopy(torch.Tensor):
         if func in StandIn.harmless:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for target in _targets(getattr(func, "__name__", ""), args, kwargs):
-            if isinstance(target, StateCopy):
-                raise OwnershipError(
-                    f"a copy of {target.key!r} (of a state dictionary, or taken by detach() or "
-                    f".data before the first call of the network) was written to: in one process "
-                    f"this would write into the network or the optimizer\n"
-                    f"  Fix: write into the parameter under torch.no_grad(); or change "
-                    f"copy.deepcopy(net.state_dict()), and load it with load_state_dict."
-                )
+        name = getattr(func, "__name__", "")
+        targets = [one for one in _targets(name, args, kwargs) if isinstance(one, StateCopy)]
+        for target in targets:
+            if target.taken.source is None or name == "__set__":
+                target.taken.refuse_write()
         copies = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, StateCopy)]
         args, kwargs = pytree.tree_map_only(StateCopy, StateCopy.plain, (args, kwargs))
         result = func(*args, **kwargs)
+        for target in targets:
+            target.taken.write_on()
+        if isinstance(result, np.ndarray):  # a write into it would be lost
+            result.flags.writeable = False
         if type(result) is not torch.Tensor or not copies:
             return result
         memory = storage_of(result)
         with DisableTorchFunctionSubclass():
             source = next((one for one in copies if storage_of(one) == memory), None)
-        if source is None:
-            return result
-        return StateCopy.of(result, source.key, source.mark, source.taken_at)  # a view of it
+        return result if source is None else StateCopy.of(result, source.taken)  # a view of it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -118,8 +165,9 @@ def others_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, s
         Each with the name of the one whose memory it is in.
     """
     with DisableTorchFunctionSubclass():
-        own = {id(tensor): tensor for tensor in tensors.values()}
-        memories = {storage_of(tensor): name for name, tensor in tensors.items()}
+        dense = {n: one for n, one in tensors.items() if one.layout is torch.strided}
+        own = {id(tensor): tensor for tensor in dense.values()}
+        memories = {storage_of(tensor): name for name, tensor in dense.items()}
         held = Counter(map(storage_of, own.values()))
         # One more use is that of the object through which the number is asked for.
         shared = {memory for memory in memories if storage_use_count(memory) > held[memory] + 1}
@@ -153,8 +201,7 @@ def make_copies(others: Iterable[tuple[torch.Tensor, str]], mark_of: Callable[[A
     for tensor, name in others:
         tensor.__class__ = StateCopy
         made: Any = tensor
-        made.key, made.mark = name, mark_of(name)
-        made.taken_at = made.mark()
+        made.taken = CopiedValue(name, mark_of(name))
 
 
 def check_current(state: Mapping[str, Any]) -> None:
@@ -168,17 +215,26 @@ def check_current(state: Mapping[str, Any]) -> None:
             value.plain()
 
 
-def as_copies(state: Any, mark_of: Callable[[Any], Mark]) -> None:
+def as_copies(
+    state: Any, mark_of: Callable[[Any], Mark], sources: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Put copies in the place of the tensors of a dictionary, and of dictionaries in it.
 
     Args:
         state: The dictionary.
         mark_of: The mark of each value, by its key.
+        sources: Parameters and buffers by key, into which writes go on. Those under several keys
+            have one copy.
     """
+    known: dict[int, StateCopy] = {}
     for key, value in list(state.items()):
         if isinstance(value, torch.Tensor):
-            mark = mark_of(key)
-            state[key] = StateCopy.of(value, str(key), mark, mark())
+            source = sources.get(key) if sources else None
+            made = known.get(id(source))
+            if made is None or source is None:
+                made = StateCopy.of(value, CopiedValue(str(key), mark_of(key), source, value))
+                known[id(source)] = made
+            state[key] = made
         elif isinstance(value, Mapping):
             as_copies(value, mark_of)
 

@@ -207,7 +207,7 @@ class Distributed:
             return copy.copy(self.kept)
         found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
         tensors = self._tensors()
-        as_copies(found, lambda name: mark_of(tensors.get(name), self._loop))
+        as_copies(found, lambda name: mark_of(tensors.get(name), self._loop), tensors)
         return found
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import FrameError, TransportError
+from graphsplit.tensor_meta import SPARSE_FIX
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.dtypes import CODE_OF, carrier_of, name_of
@@ -40,6 +41,7 @@ ABSENT = 1
 _MAX_ELEMENTS = 1 << 48
 _MAX_KNOWN = 8  # layouts for each end of a channel
 _STRIDED = torch.strided
+_PLAN_AGAIN = "the value differs from the one the plan was made with; plan again for it"
 
 MESSAGE = struct.Struct("<Qqq")
 _FIXED = struct.Struct("<4sHHqqqQHH4x")
@@ -210,7 +212,8 @@ class FrameEncoder:
         if value.layout is not torch.strided or str(value.device) != spec.device:
             where = "CPU" if spec.device == "cpu" else spec.device
             actual = f"{value.layout} on {value.device}"
-            self._refuse("memory", f"a strided {where} tensor", actual)
+            fix = SPARSE_FIX if value.layout is not torch.strided else _PLAN_AGAIN
+            self._refuse("memory", f"a strided {where} tensor", actual, fix)
         if value.dtype is not spec.dtype:
             self._refuse("dtype", spec.dtype, value.dtype)
         shape = tuple(value.shape)
@@ -242,11 +245,13 @@ class FrameEncoder:
         )
         return fixed + struct.pack(f"<{2 * dims}q", *shape, *strides)
 
-    def _refuse(self, what: str, expected: object, actual: object) -> NoReturn:
+    def _refuse(
+        self, what: str, expected: object, actual: object, fix: str = _PLAN_AGAIN
+    ) -> NoReturn:
         raise TransportError(
             f"{describe(self._spec)}: the value to send does not fit the channel\n"
             f"  {what}: expected {expected}, got {actual}\n"
-            f"  Fix: the value differs from the one the plan was made with; plan again for it"
+            f"  Fix: {fix}"
         )
 
 

@@ -295,3 +295,76 @@ def test_a_value_of_the_script_that_the_network_holds_is_refused() -> None:
         ThreadCluster(pruning, 2, is_recoverable=False).run()
 
     assert "Fix: hold it in a buffer" in str(caught.value)
+
+
+def test_data_of_a_network_that_has_made_no_call_is_no_value() -> None:
+    def averaging(rank: int) -> None:
+        net, slow = gs.distribute(small([0, 1, 0])), gs.distribute(small([0, 1, 0]))
+        net(torch.ones(6, 8))
+        for p, value in zip(slow.parameters(), net.parameters(), strict=True):
+            p.data = p.data * 0.9 + value.data * 0.1
+        slow(torch.ones(6, 8))
+
+    with pytest.raises(gs.errors.ConfigurationError, match="has no memory here") as caught:
+        ThreadCluster(averaging, 2, is_recoverable=False).run()
+
+    assert r"Fix: p.data.copy_(value)" in str(caught.value)
+
+
+class Graph(torch.nn.Module):
+    """Two convolutions of a graph, whose matrix of neighbours is sparse."""
+
+    def __init__(self, kind: str, near: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = Convolution(), Convolution(), kind
+        if kind == "attribute":
+            self.near = near
+
+    def forward(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        """Values of the nodes."""
+        near: Any = given
+        if self.kind == "attribute":
+            near = self.near
+        elif self.kind == "sent":
+            near = torch.sparse_coo_tensor(*given, (6, 6))  # type: ignore[call-overload]
+        elif self.kind == "batch":
+            (near,) = given
+        found: torch.Tensor = self.second(self.first(x, near), near)
+        return found
+
+
+class Convolution(torch.nn.Linear):
+    """One of them; it builds the matrix where it is given its parts."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor, near: Any) -> torch.Tensor:
+        """Values of the nodes."""
+        matrix = torch.sparse_coo_tensor(*near, (6, 6)) if isinstance(near, tuple) else near
+        return torch.sparse.mm(matrix, super().forward(x))
+
+
+def of_graph(kind: str, distribute: Distribute) -> Any:
+    torch.manual_seed(3)
+    near = (torch.rand(6, 6) > 0.5).float().to_sparse().coalesce()
+    net = Graph(kind, near)
+    net = distribute(placed(net, [net.first, net.second], [0, 1]))
+    parts = {"attribute": (), "batch": (near,)}.get(kind, (near.indices(), near.values()))
+    net(torch.randn(6, 4), *parts).square().sum().backward()
+    return [p.grad.tolist() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["attribute", "sent", "batch"])
+def test_sparse_tensors_are_refused_where_they_would_travel(kind: str) -> None:
+    run = ThreadCluster(lambda rank: of_graph(kind, gs.distribute), 2, is_recoverable=False).run
+    with pytest.raises(gs.errors.GraphsplitError, match=r"torch\.sparse_coo") as caught:
+        run()
+
+    assert "Fix: give its indices and values" in str(caught.value)
+
+
+def test_sparse_tensors_that_are_built_where_they_are_used_are_right() -> None:
+    expected = of_graph("parts", plain)
+    run = ThreadCluster(lambda rank: of_graph("parts", gs.distribute), 2, is_recoverable=False).run
+    assert run() == [expected, expected]
