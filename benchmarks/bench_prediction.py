@@ -1,6 +1,6 @@
 """The step time that the simulator predicts, against the step time that is measured.
 
-    python benchmarks/bench_prediction.py [--rounds 5] [--only lenet gpt towers] [--json FILE]
+    python benchmarks/bench_prediction.py [--rounds 5] [--only lenet gpt gpt-replicas] [--json FILE]
 
 In each round some steps are trained and only the whole is timed, then some with the profiler on,
 whose costs give the prediction: A B A B. The profiler's own measurement of the step is printed too.
@@ -21,7 +21,10 @@ from common_models import CASES
 
 import graphsplit as gs
 
-NAMES = ("gpt", "lenet", "towers", "towers-8")
+NAMES = (
+    *("gpt", "lenet", "towers", "towers-8"),
+    *("gpt-replicas", "resnet-replicas", "slow-piece"),
+)
 WARM_UP, TIMED = 2, 10  # steps that the profiler leaves alone, and that it times at the most
 WITHIN = 0.10
 

@@ -33,7 +33,7 @@ from common_cluster import (
     same_parameters,
     take_turns,
 )
-from common_models import GPT, LENGTH, VOCABULARY, Batch
+from common_models import CASES, Batch, Case, made
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -41,56 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphsplit as gs
 
 OURS, DDP = "graphsplit", "DistributedDataParallel"
-ROWS, NUM_WORKERS = 16, 2
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch norms, beside a skip."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, inputs, H, W) to (rows, outputs, H / stride, W / stride)."""
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
-
-
-class ResNet(nn.Module):
-    """ResNet-like: six blocks over images of 32 x 32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
-        self.blocks = nn.Sequential(*(Residual(*one) for one in widths))
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 3, 32, 32) to (rows, 10)."""
-        return self.head(self.blocks(x).mean((2, 3)))
-
-
-def _network(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    net = GPT(4) if name == "gpt" else ResNet()
-    return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-
-
-def _batches(name: str, number: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(number):
-        if name == "gpt":
-            tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
-            found.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
-        else:
-            images = torch.randn(ROWS, 3, 32, 32, generator=generator)
-            found.append((images, torch.randint(0, 10, (ROWS,), generator=generator)))
-    return found
+NUM_WORKERS = 2
 
 
 def _parts(batch: Batch, number: int) -> list[tuple[torch.Tensor, ...]]:
@@ -100,8 +51,8 @@ def _parts(batch: Batch, number: int) -> list[tuple[torch.Tensor, ...]]:
 class Peer:
     """One process of DistributedDataParallel."""
 
-    def __init__(self, name: str, rank: int, parts: int) -> None:
-        net, self._optimizer = _network(name)
+    def __init__(self, case: Case, rank: int, parts: int) -> None:
+        net, self._optimizer = made(case.build)
         self._net, self._parts = DistributedDataParallel(net), parts
         half = parts // NUM_WORKERS
         self._mine = slice(rank * half, (rank + 1) * half)
@@ -118,9 +69,9 @@ class Peer:
             self._optimizer.step()
 
 
-def _loop(name: str, batches: Sequence[Batch], parts: int, order: str) -> nn.Module:
+def _loop(case: Case, batches: Sequence[Batch], parts: int, order: str) -> nn.Module:
     """The plain loop over all parts."""
-    net, optimizer = _network(name)
+    net, optimizer = made(case.build)
     for batch in batches:
         found: list[list[torch.Tensor]] = []  # gradients of each part, or sums of them
         for inputs, target in _parts(batch, parts):
@@ -143,13 +94,13 @@ def work(arguments: argparse.Namespace) -> None:
     address = f"tcp://127.0.0.1:{arguments.port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_WORKERS)
     (name,), (parts,), (order,) = arguments.network, arguments.parts, arguments.order
-    batches = _batches(name, arguments.steps)
-    net, optimizer = _network(name)
-    net.place([0, 1])
-    model = gs.Model(net, F.cross_entropy, optimizer, microbatches=parts, gradient_order=order)
+    case = CASES[f"{name}-replicas"]
+    batches = case.batches(arguments.steps)
+    model = case.model(microbatches=parts, gradient_order=order)
     model.train(1, batches)
-    same = same_parameters(net, dict(_loop(name, batches, parts, order).named_parameters()))
-    peer = Peer(name, rank, parts)
+    loop = dict(_loop(case, batches, parts, order).named_parameters())
+    same = same_parameters(model.network, loop)
+    peer = Peer(case, rank, parts)
     sides = {OURS: lambda: model.train(1, batches), DDP: lambda: peer.train(batches)}
     turns = take_turns(sides, rounds=arguments.rounds, steps=arguments.steps)
     dist.destroy_process_group()
@@ -164,7 +115,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
             launch(__file__, NUM_WORKERS, arguments, port=free_port(), **changed)
             for _ in range(arguments.launches)
         ]
-        what = "GPT-like, 4 blocks" if name == "gpt" else "ResNet-like, 6 blocks"
+        what = CASES[f"{name}-replicas"].title
         yield row_of(
             f"{what}, on 2 replicas, {parts} parts, {order}",
             *(launches, OURS, DDP),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,36 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class Residual(nn.Module):
+    """Two convolutions with batch norms, beside a skip."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, inputs, H, W) to (rows, outputs, H / stride, W / stride)."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-like: six blocks over images of 32 x 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+        self.blocks = nn.Sequential(*(Residual(*one) for one in widths))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, 3, 32, 32) to (rows, 10)."""
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
 def lenet() -> nn.Module:
     """The example's network."""
     from lenet import LeNet5
@@ -209,6 +239,18 @@ def digits(num_steps: int) -> list[Batch]:
         (
             torch.randn(32, 1, 32, 32, generator=generator),
             torch.randint(0, 10, (32,), generator=generator),
+        )
+        for _ in range(num_steps)
+    ]
+
+
+def classified(num_steps: int, rows: int = 16) -> list[Batch]:
+    """Random images of 32 x 32, and a class for each."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(rows, 3, 32, 32, generator=generator),
+            torch.randint(0, 10, (rows,), generator=generator),
         )
         for _ in range(num_steps)
     ]
@@ -272,6 +314,18 @@ def place_encoder_decoder_on_three(net: Any) -> None:
     place_all([(net.source, net.encoder), here, (*net.decoder[2:], net.head)])
 
 
+def place_replicas(net: Any) -> None:
+    """All of it on both workers."""
+    net.place("MS_WORKER", [0, 1])
+
+
+def place_slow_piece(net: Any) -> None:
+    """Four blocks of five, which are four fifths of a step, on two workers beside the first."""
+    place_all([(net.embedding, net.blocks[0], net.norm, net.head)])
+    for block in net.blocks[1:]:
+        block.place("MS_WORKER", [1, 2])
+
+
 @dataclass(frozen=True)
 class Case:
     """A network on some workers, and how it is trained.
@@ -284,6 +338,7 @@ class Case:
         num_workers: On how many workers.
         microbatches: Into how many microbatches a batch is split.
         num_steps: Steps of a round.
+        options: Further ones of its Model.
     """
 
     title: str
@@ -293,15 +348,18 @@ class Case:
     num_workers: int = 1
     microbatches: int = 1
     num_steps: int = 5
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self, **options: Any) -> gs.Model:
         """A new network, placed, in a ``Model``."""
         net, optimizer = made(self.build)
         if self.place is not None:
             self.place(net)
-        return gs.Model(net, F.cross_entropy, optimizer, microbatches=self.microbatches, **options)
+        options = {"microbatches": self.microbatches, **self.options, **options}
+        return gs.Model(net, F.cross_entropy, optimizer, **options)
 
 
+PAIRS = {"gradient_order": "pairs"}
 CASES = {
     "lenet": Case("LeNet", lenet, digits, place_lenet, 5, num_steps=50),
     "lenet-1": Case("LeNet", lenet, digits, num_steps=50),
@@ -317,6 +375,17 @@ CASES = {
     "encoder-decoder-3": Case(
         *("encoder-decoder", EncoderDecoder, lambda n: token_batches(n)),
         *(place_encoder_decoder_on_three, 3, 8),
+    ),
+    "gpt-replicas": Case(
+        *("GPT-like, 4 blocks", lambda: GPT(4), lambda n: token_batches(n, 16)),
+        *(place_replicas, 2, 8, 4, PAIRS),
+    ),
+    "resnet-replicas": Case(
+        "ResNet-like, 6 blocks", ResNet, classified, place_replicas, 2, 8, 4, PAIRS
+    ),
+    "slow-piece": Case(
+        *("GPT-like, 4 blocks of 5 on two workers", lambda: GPT(5), lambda n: token_batches(n, 16)),
+        *(place_slow_piece, 3, 8, 4, PAIRS),
     ),
 }
 

@@ -23,6 +23,7 @@ from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
 from graphsplit.planning.step_plan import TrainingProgress
 from graphsplit.planning.task import Task
+from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.security.private_files import open_instead
 from graphsplit.transport.base import Transport
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
@@ -46,6 +47,7 @@ class ThreadHolder(StateHolder):
         self.fixed = dict(owners)
         self.loader_rank = loader_rank
         self.progress = TrainingProgress()
+        self.sums = PartSums()
         self.waiting: dict[str, Callable[[], None]] = {}
         self.network: Any = None  # where it has code of its own for states
 

@@ -24,6 +24,7 @@ from graphsplit.torch_ext.steering import steers
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"
+KEPT = "kept parts "  # and a rank: the parts of gradients that worker keeps until a step ends
 
 
 @dataclass(frozen=True)
@@ -120,18 +121,20 @@ class Ownership:
         return self._names.get(id(tensor))
 
 
-def refuse_kept_parts(task: Task, num_steps: int) -> None:
-    """Refuse to save between the batches of a step that keeps their gradients apart.
+def other_parts(task: Task, sections: Mapping[str, Any]) -> list[str]:
+    """Why gradients that were kept in the middle of a step do not fit a task; empty if they do.
 
-    Raises:
-        StateError: It is one.
+    Args:
+        task: What goes on with them.
+        sections: All sections of a save.
     """
-    if task.num_kept and num_steps % task.accumulate:
-        raise StateError(
-            f"save: {num_steps % task.accumulate} of the {task.accumulate} batches of a step are "
-            f'done, and accumulate_by="microbatch" keeps their gradients apart until it ends\n'
-            f"  Fix: save where a step has ended: context.has_updated tells a callback."
-        )
+    kept = (section for name, section in sections.items() if name.startswith(KEPT))
+    found = {one.get("of") for one in kept if "kept" in one or "waiting" in one}
+    return [
+        f"in the middle of a step that keeps {number} parts of each gradient apart; this Model "
+        f"keeps {task.num_kept}: give it the same accumulate_by and microbatches"
+        for number in found - {task.num_kept}
+    ]
 
 
 _DEFAULTS = {"gradient_order": "left", "accumulate_by": "batch", "gradient_dtype": "None"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphsplit.job.group import WorkerGroup
 from graphsplit.planning.step_plan import TrainingProgress
+from graphsplit.runtime.segments.part_sums import PartSums
 
 
 class StateHolder(ABC):
@@ -16,9 +17,11 @@ class StateHolder(ABC):
     Attributes:
         progress: Training steps so far, and the seed that microbatches' random numbers follow from.
         loader_rank: The worker whose loader counts.
+        sums: The parts of gradients, where they are not added in ``.grad`` at once.
     """
 
     progress: TrainingProgress
+    sums: PartSums
     loader_rank: int = 0
 
     @abstractmethod

@@ -29,7 +29,7 @@ from graphsplit.encoding.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
-from graphsplit.planning.task import Task, named_state
+from graphsplit.planning.task import Task, named_state, trainable_of
 from graphsplit.tensor_meta import plain_meta
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
 
@@ -80,6 +80,7 @@ class NetworkLoader:
         self._metadata = self._values.pop(STATE_VERSIONS, None)
         self.problems: list[str] = []
         self._wanted: list[Wanted] = []
+        self._with_others = with_others
         if with_others:
             sections = [source.values.get(name) for name in ("python", "attributes")]
             register_again(task.network, sections)
@@ -169,6 +170,8 @@ class NetworkLoader:
             with torch.no_grad():
                 request.target.copy_(tensor)
 
+        for parameter in trainable_of(self._task) if self._with_others else ():
+            parameter.grad = None  # what was not saved was not there
         self._source.deliver(self.requests(ownership, num_workers), take)
         whole.update({key: decode(value, _no_tensor) for key, value in self._values.items()})
         if self._load_whole is None:

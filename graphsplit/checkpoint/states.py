@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,12 +13,13 @@ import torch
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION
 from graphsplit.checkpoint.contents import (
+    KEPT,
     CheckpointContents,
     NetworkState,
     Ownership,
     optimizers_of,
     orders_of_sums,
-    refuse_kept_parts,
+    other_parts,
     say_other_order,
 )
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
@@ -46,7 +47,7 @@ from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.planning.plain_attributes import PlainState
-from graphsplit.planning.task import Task
+from graphsplit.planning.task import Task, named_state
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
 PathLike = str | os.PathLike[str]
@@ -136,7 +137,6 @@ class States:
     def save_optimizers(self, path: PathLike) -> None:
         """Stream the optimizers' state into one file. Collective."""
         refuse_own_code(self._task.optimizers)
-        refuse_kept_parts(self._task, self._holder.progress.num_steps)
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
@@ -188,7 +188,6 @@ class States:
             StateError: An optimizer's own code expects to see all of its state.
         """
         refuse_own_code(self._task.optimizers)
-        refuse_kept_parts(self._task, self._holder.progress.num_steps)
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
@@ -209,9 +208,20 @@ class States:
                 contents.add_section("python", self.python.saved())
                 contents.add_section("forms", kept_forms(self._task))
             contents.add_section(by_worker.name_of(CALLBACKS, group.rank), self._callbacks())
+            if self._task.num_kept:
+                contents.add_section(*self._kept())
             return contents
 
         save_folder(Path(folder), make, group, gather=gather)
+
+    def _kept(self) -> tuple[str, dict[str, Any]]:
+        """The section of the parts of gradients that this worker keeps until the step ends."""
+        found = self._holder.sums.kept(self._ownership().name)
+        return f"{KEPT}{self._holder.group().rank}", {"of": self._task.num_kept, **found}
+
+    def _put_kept(self, sections: Iterable[Mapping[str, Any]], *, is_own: bool) -> None:
+        named = named_state(self._task.network, self._task.loss_fn)
+        self._holder.sums.put_back(list(sections), named, is_own=is_own)
 
     def _loader_section(self, process: Fixed | None = None) -> dict[str, Any]:
         return {
@@ -274,6 +284,7 @@ class States:
                 saved = source.values.get(kind)
                 saved = saved if isinstance(saved, dict) else {}
                 problems += [f"missing: {kind} entry {name!r}" for name in own if name not in saved]
+            problems += other_parts(self._task, source.values)
             self._agree_none(problems, folder, "this Model")
             sections = self._shared_requests(source)
             source.verify([*self._requests(network, optimizers), *sections])
@@ -291,6 +302,7 @@ class States:
             if isinstance(values.get("python"), dict):  # not in those of earlier versions
                 self._holder.note_put(self.python.put(values["python"]))
             self._take_over(found, values)
+            self._put_kept([v for n, v in values.items() if n.startswith(KEPT)], is_own=False)
             return values
 
     def _shared_requests(self, source: Source) -> list[TensorRequest]:
@@ -346,6 +358,7 @@ class States:
             "loader": self._loader_section(process),
             by_worker.name_of(CALLBACKS, rank): self._callbacks(),
             by_worker.name_of(RESUMPTION, rank): resumption,
+            **dict([self._kept()] if self._task.num_kept else []),
         }
 
     def go_back(self, values: Mapping[str, Any], *, inside: bool) -> None:
@@ -355,11 +368,13 @@ class States:
             values: What it gave.
             inside: Whether that was inside ``train``, which then goes on from there.
         """
-        values = by_worker.own(values, self._holder.group().rank, is_same_number=True)
+        rank = self._holder.group().rank
+        values = by_worker.own(values, rank, is_same_number=True)
         found = _Training.read(values)
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         self._take_over(found, values)
+        self._put_kept([values.get(f"{KEPT}{rank}", {})], is_own=True)
         self.end_run(values, inside=inside)
 
     def end_run(self, values: Mapping[str, Any], *, inside: bool) -> None:

@@ -270,11 +270,6 @@ class ModelArguments:
             problems.append(
                 f"accumulate_by={self.accumulate_by!r}; expected 'batch' or 'microbatch'"
             )
-        elif self.accumulate_by == "microbatch" and job is not None and recovers:
-            problems.append(
-                f"accumulate_by='microbatch' in a job that runs with {job.recovery_policy}: a "
-                f"worker that comes back would not have the sums of the step's earlier batches"
-            )
         if self.reading not in ("rows", "batches"):
             problems.append(f"reading={self.reading!r}; expected 'rows' or 'batches'")
         if self.capture != "auto":

@@ -18,6 +18,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.task import Task, named_state
+from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.train.engine import Engine, update_metrics
 from graphsplit.train.metrics import Metric
@@ -33,6 +34,7 @@ class ClusterState(Engine):
         install_whole_values()
         records.trust_network(task.network, task.loss_fn)
         self.planner = planner or Planner(task, job)
+        self.sums = self.planner.sums or PartSums()
         self._waiting: dict[str, Callable[[], None]] = {}
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None

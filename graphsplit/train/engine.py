@@ -130,7 +130,7 @@ class EagerEngine(Engine):
         self._last_norm: torch.Tensor | None = None
         self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
-        self._sums = task.part_sums or PartSums()
+        self.sums = task.part_sums or PartSums()
         self._network = task.network if task.compiler is None else task.compiler(task.network)
 
     def train_epoch(
@@ -174,7 +174,7 @@ class EagerEngine(Engine):
     def zero_gradients(self) -> None:
         """Reset the gradients, as the Model was told to."""
         self.progress.adds_up = False
-        self._sums.begin_step()
+        self.sums.begin_step()
         for optimizer in self._task.optimizers:
             optimizer.zero_grad(set_to_none=self._task.set_to_none)
 
@@ -197,7 +197,7 @@ class EagerEngine(Engine):
         """The gradients of all microbatches, one after the other; the generator is put back."""
         before, losses = torch.default_generator.get_state(), []
         pairs = zip(division.microbatches, division.weights, strict=True)
-        sums, kept_apart = self._sums, self._kept_apart()
+        sums, kept_apart = self.sums, self._kept_apart()
         sums.begin_batch()
         try:
             for index, (microbatch, weight) in enumerate(pairs):

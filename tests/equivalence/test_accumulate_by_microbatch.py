@@ -15,7 +15,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
-from graphsplit.errors import ConfigurationError, StepFailedError
+from graphsplit.errors import ConfigurationError, StateError, StepFailedError
 from graphsplit.partition.plan import EdgeKind
 from graphsplit.program.instruction import Opcode
 from graphsplit.testing.equivalence import assert_same_bits
@@ -151,13 +151,15 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Any) -> None:
 
     with pytest.raises(ConfigurationError, match="accumulate_by='part'; expected 'batch' or 'mic"):
         model("part")
-    one = model()
+    one, other = model(), model(microbatches=3)
     (batch,) = batches_of(8, 6, 6, num=1)
     one.train_step(*batch)
-    with pytest.raises(gs.errors.StateError, match=r"1 of the 2 batches of a step are done"):
-        one.save(tmp_path / "save")
+    one.save(tmp_path / "save")
+    with pytest.raises(StateError, match=r"in the middle of a step that keeps 2 parts.*keeps 3: g"):
+        other.load(tmp_path / "save")
     one.train_step(*batch)
     one.save(tmp_path / "save")
+    other.load(tmp_path / "save")
 
 
 def test_a_parameter_that_is_frozen_within_a_step_is_named() -> None:

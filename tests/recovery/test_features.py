@@ -43,6 +43,7 @@ ON_DISK = (
     "python_values",
     "replicas",
     "replicas_in_pairs",
+    "replicas_that_exchange_once_in_a_step",
     "sampler_that_counts_epochs",
     "sampler_with_set_epoch",
     "scaled_and_clipped",
@@ -54,6 +55,7 @@ MANY_INSTRUCTIONS = (
     "accumulated_uneven_microbatches",
     "replicas",
     "replicas_in_pairs",
+    "replicas_that_exchange_once_in_a_step",
     "scaled_and_clipped",
 )  # in a step
 

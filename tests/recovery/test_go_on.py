@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 
-def script(ranks: list[int], *, head: Any = None, order: Any = "pairs") -> Any:
+def script(ranks: list[int], *, head: Any = None, order: Any = "pairs", **options: Any) -> Any:
     """Three epochs of three batches in 4 microbatches, the last one ragged; eval; single steps."""
     net = normed(ranks, place=bool(ranks))
     if ranks:
@@ -43,6 +43,7 @@ def script(ranks: list[int], *, head: Any = None, order: Any = "pairs") -> Any:
         microbatches=4,
         gradient_order=order,
         clip=gs.clip.GlobalNorm(0.5),
+        **options,
     )
     last = Last()
     model.train(3, batches(12, 33), [last])
@@ -95,6 +96,24 @@ def test_a_newcomer_is_taken_in(lost: int, at: int, back: int) -> None:
     found = cluster.run()
     assert (cluster.num_killed, cluster.num_joined, cluster.seats) == (1, 1, (0, 1, 2))
     for one in found:
+        assert difference(expected, one) is None
+
+
+@pytest.mark.parametrize("at", [6, 20, 78, 223])
+def test_parts_that_are_kept_until_a_step_ends_go_to_those_who_go_on(at: int) -> None:
+    """Steps of two batches, four and a half of them in train; a newcomer is taken in as well."""
+
+    def kept(ranks: list[int]) -> Any:
+        return script(ranks, accumulate=2, accumulate_by="microbatch")
+
+    expected = undisturbed(kept)
+    settings = SnapshotSettings(every=1)
+    lost = at % 3
+    joins = {lost: (at + 40, (lost + 1) % 3)} if at < 200 else {}
+    cluster = going_on(3, {lost: [at]}, kept, settings=settings, joins=joins)
+    found = cluster.run()
+    assert cluster.num_killed == 1 and cluster.num_joined == (at < 200)
+    for one in found if at < 200 else (found[rank] for rank in cluster.seats):
         assert difference(expected, one) is None
 
 

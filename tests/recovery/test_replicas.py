@@ -36,6 +36,7 @@ pytestmark = [
         ("replicas_in_pairs", 0, 140),
         ("replicas_in_pairs", 1, 70),
         ("replicas_in_pairs", 2, 151),
+        *(("replicas_that_exchange_once_in_a_step", at % 3, at) for at in range(60, 320, 37)),
     ],
 )
 def test_a_replica_that_is_lost_twice_comes_back(name: str, rank: int, at: int) -> None:
@@ -60,10 +61,13 @@ class Saving(gs.callbacks.Callback):
             context.model.save(self.path)
 
 
-def script(num_replicas: int, *, save: Path | None = None, load: Path | None = None) -> Any:
+def script(
+    num_replicas: int, *, save: Path | None = None, load: Path | None = None, **options: Any
+) -> Any:
     """Two epochs of three batches in 4 microbatches, the last one ragged."""
     net = normed(list(range(num_replicas)), place=num_replicas > 0)
-    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=4, gradient_order="pairs")
+    options = {"microbatches": 4, "gradient_order": "pairs", **options}
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), **options)
     if load is not None:
         model.load(load)
     last = Last()
@@ -71,35 +75,46 @@ def script(num_replicas: int, *, save: Path | None = None, load: Path | None = N
     return last.losses[-2:], all_of(model)
 
 
-def undisturbed() -> Any:
+def undisturbed(**options: Any) -> Any:
     state = torch.default_generator.get_state()
     try:
-        return script(0)
+        return script(0, **options)
     finally:
         torch.default_generator.set_state(state)
 
 
-def test_a_job_goes_on_from_disk_with_other_numbers_of_replicas(tmp_path: Path) -> None:
-    expected = undisturbed()
+# Batches 3 and 4 are ragged: parts of a step that are kept, and wait for who goes on with them.
+AT_ONCE: dict[str, Any] = {}
+KEPT: dict[str, Any] = {"accumulate": 3, "accumulate_by": "microbatch"}
+
+
+@pytest.mark.parametrize("options", [AT_ONCE, KEPT], ids=["at once", "kept"])
+def test_a_job_goes_on_from_disk_with_other_numbers_of_replicas(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = undisturbed(**options)
     settings = SnapshotSettings(every=1, disk_every=1, folder=tmp_path)
-    for workers, at in ((3, 140), (2, 60)):
-        lost = ThreadCluster(lambda _, n=workers: script(n), workers, settings, {1: [at]})
+    for workers, at in ((3, 140), (2, 60)) if not options else ((3, 90), (2, 30)):
+        lost = ThreadCluster(
+            lambda _, n=workers: script(n, **options), workers, settings, {1: [at]}
+        )
         lost.comes_back, lost.dies_when = False, lambda: bool(SnapshotFolder(tmp_path).numbers())
         with pytest.raises(JobFailedError):
             lost.run()
-    for found in ThreadCluster(lambda _: script(4), 4, settings).run():
+    for found in ThreadCluster(lambda _: script(4, **options), 4, settings).run():
         assert difference(expected, found) is None
 
 
+@pytest.mark.parametrize("options", [AT_ONCE, KEPT], ids=["at once", "kept"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_save_in_mid_epoch_is_loaded_by_other_numbers_of_replicas(
-    workers: int, tmp_path: Path
+    workers: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = undisturbed()
-    first = ThreadCluster(lambda _: script(3, save=tmp_path), 3, is_recoverable=False)
+    expected = undisturbed(**options)
+    first = ThreadCluster(lambda _: script(3, save=tmp_path, **options), 3, is_recoverable=False)
     assert difference(expected, first.run()[0]) is None
     then = ThreadCluster(
-        lambda _: script(workers if workers > 1 else 0, load=tmp_path),
+        lambda _: script(workers if workers > 1 else 0, load=tmp_path, **options),
         workers,
         is_recoverable=False,
     )

@@ -43,3 +43,16 @@ def replicas_in_pairs(place: bool = True) -> Any:
         clip=gs.clip.GlobalNorm(0.1), gradient_order="pairs",
     )  # fmt: skip
     return trained(model, batches(12)), model.last_gradient_norm
+
+
+@feature
+def replicas_that_exchange_once_in_a_step(place: bool = True) -> Any:
+    """A step of two batches, the last of an epoch with another number of rows; nine in all."""
+    net = normed([1, 2, 0], place=place)
+    model = gs.Model(
+        net, nn.CrossEntropyLoss(), adam(net), microbatches=4, accumulate=2,
+        accumulate_by="microbatch", clip=gs.clip.GlobalNorm(0.1), gradient_order="pairs",
+    )  # fmt: skip
+    found = trained(model, batches(12, 33))
+    losses = [model.train_step(*batch) for batch in list(batches(12, 33))]
+    return found, losses, all_of(model), model.last_gradient_norm

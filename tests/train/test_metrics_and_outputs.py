@@ -244,9 +244,3 @@ def test_a_mapping_with_a_loss_fn(microbatches: int):
     everywhere(lambda: script(lambda: as_targets("labels")), expected)
     with pytest.raises(ConfigurationError, match=r"a mapping with input, y; the Model has a loss"):
         script(lambda: as_targets("y"))
-
-
-def test_gradients_that_are_kept_apart_are_refused_in_a_job_that_recovers() -> None:
-    kept = "accumulate_by='microbatch' in a job that runs with"
-    with pytest.raises((ConfigurationError, JobFailedError), match=kept):
-        ThreadCluster(lambda _: model_of(accumulate_by="microbatch"), NUM_WORKERS).run()

@@ -273,6 +273,16 @@ def test_gradients_that_become_zeros_or_belong_to_no_optimizer_are_saved(tmp_pat
         assert difference(gradients[2:], kept[2:]) is None
 
 
+def test_no_gradient_is_left_that_the_save_does_not_hold(tmp_path: Path) -> None:
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, set_to_none=False)
+    model.save(tmp_path)
+    model.train_step(*DATA[:4])
+    model.load(tmp_path)
+    assert net.weight.grad is None and net.bias.grad is None
+
+
 def test_a_scaler_goes_on_with_its_scale(tmp_path: Path) -> None:
     def make_loader() -> Any:
         nonlocal scaler

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from graphsplit.checkpoint import by_worker
-from graphsplit.checkpoint.contents import CheckpointContents
+from graphsplit.checkpoint.contents import KEPT, CheckpointContents
 from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
@@ -274,7 +274,7 @@ def told_sections(contents: CheckpointContents, rank: int, loader_rank: int) -> 
     def counts(section: str) -> bool:
         if section == "optimizers":
             return True
-        if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
+        if section.startswith((WHOLE, KEPT)) or by_worker.saver_of(section) is not None:
             return True  # every worker has its own
         return rank == (loader_rank if section == "loader" else 0)
 

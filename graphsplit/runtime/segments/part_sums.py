@@ -20,20 +20,22 @@ Between a batch's first backward and its end ``.grad`` holds what was there befo
 or the sum of the batches before, which the total is then added to.
 
 ``accumulate_by="microbatch"`` adds each part over the batches of a step first. Until the step's
-last batch is done the parts are *kept*, each by who makes it, and ``.grad`` holds nothing.
+last batch is done the parts are *kept*, each by who makes it, and ``.grad`` holds nothing. Those
+that a save has brought *wait* on every worker for who makes the next one of their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from graphsplit.errors import InvariantError, StepFailedError
 from graphsplit.marks.wire import is_wider
+from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.optimizers.update import GradientOrder
 from graphsplit.runtime.step_state import Gradient
 
@@ -132,11 +134,16 @@ class PartSums:
         # By the parameter's id, or by its name where it lives elsewhere, and the part's number.
         self._kept: dict[tuple[int | str, int], Gradient] = {}
         self._parameters: dict[int, torch.Tensor] = {}  # of which parts are kept
+        self._waiting: dict[tuple[str, int], Gradient] = {}  # as kept, of whoever makes them next
+        self._named: dict[str, torch.Tensor] = {}  # of those that wait, by its first name
+        self._names: dict[int | str, str] = {}  # the first one, by each name and the id
 
     def begin_step(self) -> None:
         """Forget the parts of a step that did not come to its end."""
         self._kept.clear()
         self._parameters.clear()
+        for found in (self._waiting, self._named, self._names):
+            found.clear()
 
     def begin_batch(self) -> None:
         """Forget what a batch has left that did not come to its end."""
@@ -154,7 +161,7 @@ class PartSums:
             part: The part.
             is_shared: Whether others hold it, too: it is then copied where it would be changed.
         """
-        before = self._kept.get((_key(owner), number))
+        before = self.take_kept(owner, number)
         if before is None and is_shared and part is not None:
             part = part.clone()
         self._kept[_key(owner), number] = _add(before, part)
@@ -163,7 +170,59 @@ class PartSums:
 
     def take_kept(self, owner: torch.Tensor | str, number: int) -> Gradient:
         """The sum of the parts of a number over the step's batches; None where there was none."""
-        return self._kept.pop((_key(owner), number), None)
+        found = self._kept.pop((_key(owner), number), None)
+        if not self._waiting:
+            return found
+        waited = self._waiting.pop((self._names.get(_key(owner), ""), number), None)
+        return waited if found is None else found
+
+    def kept(self, name_of: Callable[[torch.Tensor], str | None]) -> dict[str, Any]:
+        """The parts that are kept here, and those that wait: by name, and by their numbers.
+
+        Args:
+            name_of: Gives the name of a parameter.
+        """
+        found: dict[str, Any] = {}
+        for (key, number), part in self._kept.items():
+            name = key if isinstance(key, str) else str(name_of(self._parameters[key]))
+            if part is not None:
+                found.setdefault("kept", {}).setdefault(name, {})[number] = part
+        for (name, number), part in self._waiting.items():
+            found.setdefault("waiting", {}).setdefault(name, {})[number] = part
+        return found
+
+    def put_back(
+        self,
+        found: Sequence[Mapping[str, Any]],
+        named: Mapping[str, torch.Tensor],
+        *,
+        is_own: bool = False,
+    ) -> None:
+        """Go on with what ``kept`` gave.
+
+        Args:
+            found: Of all workers; or of this one, which makes what it has made before.
+            named: All parameters, by name.
+            is_own: Whether it is of this worker.
+        """
+        self.begin_step()
+        for name, parameter in named.items():
+            first = self._names.setdefault(id(parameter), name)
+            self._names[name], self._named[first] = first, parameter
+        for kind in ("waiting", "kept"):  # what has waited elsewhere may be part of what is kept
+            for one in found:
+                for name, parts in one.get(kind, {}).items():
+                    put = self._put_kept if is_own and kind == "kept" else self._put_waiting
+                    put(name, parts)
+
+    def _put_waiting(self, name: str, parts: Mapping[int, Gradient]) -> None:
+        self._waiting.update({(self._names[name], m): part for m, part in parts.items()})
+
+    def _put_kept(self, name: str, parts: Mapping[int, Gradient]) -> None:
+        parameter = self._named[self._names[name]]
+        key = name if is_elsewhere(parameter) else id(parameter)
+        self._kept.update({(key, m): part for m, part in parts.items()})
+        self._parameters[id(parameter)] = parameter
 
     def add_to_block(self, key: Block, part: Gradient, *, is_shared: bool = False) -> None:
         """Add the next part of a block of parts that are made here.
@@ -221,6 +280,10 @@ class PartSums:
             StepFailedError: Parts are kept here that were to be sent to the parameter's owner.
         """
         in_blocks = frozenset(self._sums)
+        for name, number in tuple(self._waiting):
+            parameter = self._named[name]
+            if not is_elsewhere(parameter) and id(parameter) not in in_blocks:
+                self.keep(parameter, number, None)
         for key, number in sorted(self._kept, key=lambda kept: kept[1]):
             part = self._kept[key, number]
             if part is None:
