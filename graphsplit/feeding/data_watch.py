@@ -68,10 +68,10 @@ def why_whole(loader: Any, divider: Divider) -> str:
 
 
 class DrawWatch:
-    """Tells whether generators of random numbers are drawn from while a batch is read.
+    """Tells whether generators of random numbers are drawn from, as while a batch is read.
 
     Args:
-        loader: The loader; its generators are watched, and those of the process.
+        loader: A loader; its generators are watched, and those of the process. None: only these.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -81,7 +81,7 @@ class DrawWatch:
         self._before: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """The samples of a batch are read next."""
+        """What is watched comes next."""
         self._watch.look()
         self._before = [generator.get_state() for _, generator in self._generators]
 

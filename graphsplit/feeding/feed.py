@@ -45,7 +45,7 @@ from graphsplit.feeding.left_by_loaders import LeftByLoader
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.own_rows import FIX, OwnRows, checksum_of
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
-from graphsplit.feeding.tickets import Ticket, Tickets
+from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.job.readers import LoaderReaders
@@ -134,7 +134,7 @@ class Feed:
         self._is_stopped = is_stopped
         self._start = start
         start.go_on(loader)
-        self._epoch_state = torch.default_generator.get_state()
+        self._known = self._epoch_state = torch.default_generator.get_state()
         if start.generator is not None:
             self._epoch_state = start.generator
         self._epoch_process = ProcessStates.now()
@@ -177,7 +177,8 @@ class Feed:
         return replace(found, together=self._together)  # a plan that the leader did not have yet
 
     def _pass(self, shape: BatchDescription) -> None:
-        """A step is over."""
+        """A step is over, and what the script does after it."""
+        self._known = torch.default_generator.get_state()
         self._step += 1
         self._num_batches += num_batches(shape) if self._mode is Mode.EVAL else 1
         self._together = None
@@ -186,17 +187,15 @@ class Feed:
         watch, memory = GeneratorWatch(), loader_memory(self._loader)
         watch.look()
         cursor = self._open_cursor()
-        known: torch.Tensor | None = None
         planned: PlannedStep | None = None
         looked: tuple[Any, ...] = ()
         while True:
-            if self._step > 0:
-                known = torch.default_generator.get_state()
+            if is_known := self._step > 0:
                 watch.look()
             division = None if self._is_stopped() else self._draw_from(cursor)
             process = watch.look()
             state = torch.default_generator.get_state()
-            news = None if known is not None and torch.equal(state, known) else state
+            news = None if is_known and torch.equal(state, self._known) else state
             previous = self._checksum or 0
             if division is None:
                 self._end_leading(news, process, previous, memory)
@@ -220,6 +219,7 @@ class Feed:
                 previous_checksum=previous,
                 python=python,
                 by_rows=self._rows.is_on,
+                drawn=position_of(self._known),
             )
             planned, looked = self._planned(shape), looks
             waiting = self._not_reading(planned)
@@ -245,6 +245,7 @@ class Feed:
             previous_checksum=checksum,
             loader_changed=has_changed,
             python=self._left.told(None if self._is_stopped() else self._first),
+            drawn=position_of(self._known),
         )
         if has_changed:
             self._share_memory(since(before, now))
@@ -392,11 +393,14 @@ class Feed:
         return receive_batch(self._job.control, shape, source=self.leader)
 
     def _compare_previous(self, ticket: Ticket) -> None:
-        """Compare the batch before with the leader's, if this worker drew it."""
+        """Compare the batch before with the leader's, if drawn here, and where the generator is."""
         mine, self._checksum = self._checksum, None
         if mine is not None and mine != ticket.previous_checksum:
             self._step -= 1
             self._raise_other_values()
+        if ticket.drawn != position_of(self._known):
+            when = f"{self._mode.step} {self._step + 1} of the epoch"
+            raise other_generator((self.leader, self._job.rank), when)
 
     def _raise_other_values(self) -> NoReturn:
         if not self._rows.is_on:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from graphsplit.batches.batch import fingerprint
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
 from graphsplit.capture.graph import Mode
@@ -12,7 +14,7 @@ from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.feed import Feed, likely_first_reader
 from graphsplit.feeding.own_rows import OwnRows
-from graphsplit.feeding.tickets import Tickets
+from graphsplit.feeding.tickets import Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
@@ -174,7 +176,10 @@ class Leading:
             self._recording = python.recording
             # As in an epoch: who waits for a value anyway is woken by it.
             quiet = expected.woken_by_values if expected is not None and is_same else ()
-            self._tickets.send(batch, generator=None, checksum=checksum, python=python, quiet=quiet)
+            drawn = position_of(torch.default_generator.get_state())
+            self._tickets.send(
+                batch, generator=None, checksum=checksum, quiet=quiet, python=python, drawn=drawn
+            )
             return
         if expected is not None:
             expected.runner.expect_first_value()
@@ -187,4 +192,6 @@ class Leading:
                 f"  Fix: pass the same tensors (and scale) on every worker, and let split and "
                 f"loss_weight depend on nothing else."
             )
+        if ticket.drawn != position_of(torch.default_generator.get_state()):
+            raise other_generator((leader, self._job.rank), f"{mode.step} {step + 1}")
         self._planner.check_python_step(mode, batch.first, (ticket.python, leader), ahead)

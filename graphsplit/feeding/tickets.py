@@ -2,7 +2,7 @@
 
 It is a message (see ``job.stream``) of its own kind, numbered by steps::
 
-    header | five numbers u32, lifted numbers and settings f64 | news | zeros
+    header | six numbers u32, lifted numbers and settings f64 | news | zeros
 
 A ticket that brings nothing new says only which step it is for, checksums, and the numbers that a
 recording and the optimizers compute with. The first of its kind, and every other one, has news:
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -24,7 +25,7 @@ from graphsplit.batches.microbatches import BatchDescription
 from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import integer, string
-from graphsplit.errors import FrameError
+from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates, is_state
@@ -34,7 +35,7 @@ from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.transport.base import Sender
 
 _STEP_BYTES = 512
-_NUMBERS = struct.Struct("<IIIII")
+_NUMBERS = struct.Struct("<IIIIII")
 _BEFORE_LIFTED = HEADER.size + _NUMBERS.size
 
 
@@ -96,6 +97,7 @@ class Ticket(NamedTuple):
         python: The Python values behind the step.
         by_rows: Whether replicas read their own rows of the batches after this one; at the begin of
             an epoch of this one, too.
+        drawn: Where PyTorch's generator stood before the batch was drawn; see ``position_of``.
     """
 
     step: int
@@ -107,6 +109,7 @@ class Ticket(NamedTuple):
     loader_changed: bool = False
     python: PythonStep = NOTHING_READ
     by_rows: bool = False
+    drawn: int = 0
 
 
 class Tickets:
@@ -134,6 +137,7 @@ class Tickets:
         previous_checksum: int = 0,
         python: PythonStep = NOTHING_READ,
         by_rows: bool = False,
+        drawn: int = 0,
     ) -> None:
         """Announce the next batch; None announces the end of the epoch.
 
@@ -147,6 +151,7 @@ class Tickets:
             previous_checksum: Of the batch before, where readers drew it from their loaders.
             python: The Python values behind the step.
             by_rows: See ``Ticket``.
+            drawn: See ``Ticket``.
 
         Raises:
             FrameError: The batch has too many parts to describe them in 128 KiB.
@@ -170,7 +175,7 @@ class Tickets:
                 by_rows=by_rows,
                 **({} if shape is None else self._described(shape)),
             )
-        numbers = checksum, previous_checksum, python.recording
+        numbers = checksum, previous_checksum, python.recording, drawn
         floats = python.lifted, python.settings
         data = ticket_of(self._step, news, *numbers, lifted=floats[0], settings=floats[1])
         self._shape, self._by_rows = shape, by_rows
@@ -230,7 +235,7 @@ class Tickets:
             numbers = _NUMBERS.unpack_from(data, HEADER.size)
         except struct.error as error:
             raise FrameError(f"{what}: {error}") from error
-        checksum, previous, recording, num_lifted, num_settings = numbers
+        checksum, previous, recording, drawn, num_lifted, num_settings = numbers
         num_floats = num_lifted + num_settings
         begin, end = _BEFORE_LIFTED + 8 * num_floats, HEADER.size + size
         if kind != TICKET or not begin <= end <= len(data):
@@ -258,6 +263,7 @@ class Tickets:
                 recording, floats[:num_lifted], news.changed, floats[num_lifted:], news.written
             ),
             by_rows,
+            drawn,
         )
 
     def _learned(self, news: News, leader: int) -> BatchDescription | None:
@@ -292,6 +298,31 @@ class Tickets:
 
 
 _NO_NEWS = News()
+_ENDS = 32  # bytes at both ends of a generator's state, which tell where it stands
+
+
+def position_of(generator: torch.Tensor) -> int:
+    """A short checksum of a state of PyTorch's generator: of its seed, and of how far it has come.
+
+    Most of a state is words that all who began with one seed have alike.
+    """
+    octets = generator.numpy()
+    return zlib.crc32(octets[-_ENDS:], zlib.crc32(octets[:_ENDS]))
+
+
+def other_generator(ranks: tuple[int, int], when: str) -> LoaderMismatchError:
+    """The error where PyTorch's generators of two workers stand elsewhere: one has drawn more.
+
+    Args:
+        ranks: The leader, and this worker.
+        when: Before which step.
+    """
+    return LoaderMismatchError(
+        f"PyTorch's random generator is in another state on worker {ranks[1]} than on worker "
+        f"{ranks[0]} before {when}\n"
+        f"  Fix: let script, callbacks and metrics draw the same random numbers on every worker, "
+        f"without an if on the rank, and not for the parameters of one worker alone."
+    )
 
 
 def ticket_of(
@@ -300,13 +331,14 @@ def ticket_of(
     checksum: int = 0,
     previous_checksum: int = 0,
     recording: int = 0,
+    drawn: int = 0,
     *,
     lifted: Sequence[float] = (),
     settings: Sequence[float] = (),
 ) -> bytes:
     """A ticket, as it travels. Most are of one size: a channel is quicker with known ones."""
     told = b"" if news is None else records.to_text(news).encode()
-    numbers = checksum, previous_checksum, recording, len(lifted), len(settings)
+    numbers = checksum, previous_checksum, recording, drawn, len(lifted), len(settings)
     floats = *lifted, *settings
     body = _NUMBERS.pack(*numbers) + struct.pack(f"<{len(floats)}d", *floats) + told
     data = HEADER.pack(TICKET, step, len(body)) + body

@@ -253,11 +253,19 @@ class _Lowering:
         if self.is_training and self.common.part.adds_up:
             self.out.append(Instruction(Opcode.ADD_UP))
         if self.is_training and self.common.part.last:
+            self._receive_generators()
             self._share_reduction()
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:
             for edge in self._edges_in(microbatch, self.incoming):
                 if edge.kind is not EdgeKind.BLOCK:
+                    self._move(edge, microbatch, Opcode.RECEIVE)
+
+    def _receive_generators(self) -> None:
+        """Before the optimizer: a callback that is shown the gradients may draw."""
+        for microbatch in self.microbatches:
+            for edge in self._edges_in(microbatch, self.incoming):
+                if edge.kind in (EdgeKind.GENERATOR, EdgeKind.PROCESS_GENERATORS):
                     self._move(edge, microbatch, Opcode.RECEIVE)
 
     def _edges_in(self, microbatch: int, edges: Sequence[Edge]) -> Iterator[Edge]:

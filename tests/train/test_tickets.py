@@ -17,7 +17,7 @@ from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.own_rows import OwnRows
-from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
+from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, position_of, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.optimizers.ownership import ComparedWrites
@@ -221,7 +221,8 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     theirs = Divider(2, None, lambda inputs, target: 1).divide(batch, has_loss_fn=True)
     counts = iter([3, 1])
     mine = Divider(2, None, lambda inputs, target: next(counts))
-    Tickets(job(wire, 0)).send(theirs.shape(), generator=None)
+    drawn = position_of(torch.default_generator.get_state())
+    Tickets(job(wire, 0)).send(theirs.shape(), generator=None, drawn=drawn)
     planned = SimpleNamespace(consumers=(0, 1), written_inputs=())
     planner = SimpleNamespace(
         begin_step=lambda mode: None,

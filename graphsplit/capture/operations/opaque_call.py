@@ -11,8 +11,8 @@ the recorded ``OpaqueCall`` itself::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,6 +253,25 @@ ONE_STATE = (
     "place both calls on one worker, next to each other if there are several microbatches; or give "
     "each a state of its own; or hand it from one to the other as a tensor."
 )
+
+
+@contextmanager
+def drawing_nothing(calls: Sequence[OpaqueCall]) -> Iterator[None]:
+    """Run the backward of some calls, whose random numbers would be no others' after it.
+
+    Raises:
+        OpaqueCallError: It has drawn from PyTorch's generator.
+    """
+    before = torch.default_generator.get_state()
+    yield
+    if not torch.equal(before, torch.default_generator.get_state()):
+        lines = "".join(f"\n  {call.source}" for call in calls)
+        raise OpaqueCallError(
+            f"the backward of {' or '.join(call.label for call in calls)} draws random numbers, as "
+            f"by a hook on a gradient; over workers and microbatches they would be other numbers "
+            f"than in one process{lines}\n"
+            f"  Fix: draw in forward, and let the hook use what was drawn."
+        )
 
 
 def leaves_state(

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from graphsplit.capture.graph import NodeKind
-from graphsplit.capture.operations.opaque_call import leaves_state
+from graphsplit.capture.operations.opaque_call import drawing_nothing, leaves_state
 from graphsplit.optimizers.parameter_hooks import HookState, KeptValues, hooks_leave
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import opaque_calls, shared_elsewhere
@@ -274,7 +274,7 @@ def _apart(
 
 
 def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
-    """A segment's backward, in which hooks must not change what others can reach."""
+    """A segment's backward, in which hooks must not change what others can reach, nor draw."""
     watched = [
         (call, tuple(shared_elsewhere(plan, position, in_backward=True)))
         for position, call in opaque_calls(plan)
@@ -285,9 +285,11 @@ def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
         with ExitStack() as stack:
             for call, held in watched:
                 stack.enter_context(leaves_state(f"backward of {call.label}", call.source, held))
+            stack.enter_context(drawing_nothing([call for call, _ in watched]))
             run(state)
 
-    return run_watching if any(held for _, held in watched) else run
+    is_apart = plan.num_workers > 1 or plan.is_microbatched
+    return run_watching if watched and is_apart else run
 
 
 def _gradient_sum(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> Gradient:

@@ -15,7 +15,8 @@ import torch
 
 from graphsplit.checkpoint.position import Position
 from graphsplit.checkpoint.states import Loaded, PathLike
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.feeding.data_watch import DrawWatch
 from graphsplit.optimizers.ownership import is_elsewhere
 
 
@@ -118,10 +119,27 @@ class RunContext:
 
         Treat each by itself: a norm over them is that of one worker. ``clip_grad_norm_`` raises
         ``OwnershipError``; ``Model(clip=gs.clip.GlobalNorm(...))`` clips by the norm of all.
+
+        Raises:
+            OwnershipError: Random numbers were drawn for one of them, and others live elsewhere.
         """
-        for name, parameter in self.model.network.named_parameters():
+        parameters = dict(self.model.network.named_parameters())
+        if not any(map(is_elsewhere, parameters.values())):
+            yield from parameters.items()
+            return
+        watch = DrawWatch(None)
+        for name, parameter in parameters.items():
             if not is_elsewhere(parameter):
+                watch.begin()
                 yield name, parameter
+                if drawn := watch.drawn():
+                    raise OwnershipError(
+                        f"{drawn} was drawn from for {name!r}, on the worker of the parameter "
+                        f"alone; in one process all parameters' numbers are drawn one after the "
+                        f"other\n"
+                        f"  Fix: draw for all of network.named_parameters() on every worker first, "
+                        f"by the parameters' shapes; then go through owned_parameters()."
+                    )
 
 
 class Callback:
