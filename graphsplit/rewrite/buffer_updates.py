@@ -24,13 +24,14 @@ from torch.fx import Node as FxNode
 
 from graphsplit.capture.checkpoints import CHECKPOINT_KEY
 from graphsplit.capture.graph import BufferUpdate, CapturedGraph, NodeKind
+from graphsplit.capture.numbers.sizes import is_number
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.rewrite.rebuild import rebuild_nodes
 from graphsplit.rewrite.statistics import fold_statistics
 from graphsplit.torch_ext.private import OpOverload
 
 _BATCH_NORM = torch.ops.aten.batch_norm.default
-_STATISTICS = slice(3, 5)
+_STATISTICS, _MOMENTUM = slice(3, 5), 6
 
 
 def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
@@ -173,7 +174,8 @@ class _Finder:
         """The operands that an update needs."""
         if node.target is not _BATCH_NORM:
             return node.all_input_nodes
-        return [n for n in (node.args[0], *node.args[_STATISTICS]) if isinstance(n, FxNode)]
+        read = (node.args[0], *node.args[_STATISTICS], node.args[_MOMENTUM])
+        return [n for n in read if isinstance(n, FxNode)]
 
     def _can_wait(self, node: FxNode, operations: set[FxNode]) -> bool:
         """Whether what an operation does to buffers can be done later."""
@@ -201,6 +203,8 @@ class _Finder:
 
     def _can_be_kept(self, value: FxNode, user: FxNode) -> bool:
         """Whether a value is the same when the update is made."""
+        if is_number(value):
+            return True
         one = self._node.get(value)
         is_input = one is not None and one.kind is NodeKind.INPUT and user.target is _BATCH_NORM
         if one is None or one.meta is None or not (is_input or one.kind is NodeKind.OPERATION):
@@ -222,15 +226,16 @@ def _fold(graph: CapturedGraph, update: _Update, copies: Mapping[FxNode, FxNode]
             known[node] = made.node_copy(node, known.__getitem__)
             continue
         x, mean, var = (known[n] for n in (node.args[0], *node.args[_STATISTICS]))  # type: ignore[index]
+        momentum = known.get(node.args[_MOMENTUM], node.args[_MOMENTUM])  # type: ignore[call-overload]
         statistics = [own[n] for n in copies[node].args[_STATISTICS] if isinstance(n, FxNode)]
         if statistics:
-            made.call_function(fold_statistics, (x, mean, var, *statistics, node.args[6]))
+            made.call_function(fold_statistics, (x, mean, var, *statistics, momentum))
         else:
-            arguments = (x, mean, var, node.args[6])
+            arguments = (x, mean, var, momentum)
             made.call_function(torch.ops.aten.batch_norm_update_stats.default, arguments)
     made.output(())
     first = graph.nodes[graph.positions[update.operations[0].name]]
-    beside = next(iter((*norms, *update.reads)), None)
+    beside = next((n for n in (*norms, *update.reads) if not is_number(n)), None)
     return BufferUpdate(
         tuple(node.name for node in update.buffers),
         tuple(node.name for node in (*update.reads, *own)),

@@ -58,7 +58,7 @@ def _add(
     var.copy_(own_var.double().mul_(share).add_(var.mul_(kept)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a momentum may be another one at each step
 def _shares(momentum: float, dtype: torch.dtype) -> tuple[float, float]:
     """A momentum and 1 - momentum, rounded to a dtype."""
     share = torch.tensor(momentum, dtype=dtype)

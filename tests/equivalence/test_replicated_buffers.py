@@ -299,3 +299,39 @@ def test_an_own_schedule_by_the_documented_rules(order: str) -> None:
         schedule=one_after_the_other,
         captures=_images,
     )
+
+
+class Annealed(nn.Module):
+    """A norm whose momentum changes, and a moving average whose decay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("weight", torch.ones(()))
+        self.decay = 0.9
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.body(x))
+        self.mean.mul_(self.decay).add_(x.detach().mean(0) * (1 - self.decay))
+        self.weight.mul_(self.decay)
+        return x.tanh()
+
+
+def test_numbers_of_updates_may_change_at_each_step() -> None:
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        net.norm.momentum, net.decay = 0.5 / (step + 1), 0.9 + step / 100
+
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(8, 4, generator=generator) for _ in range(3)]
+    assert_same_bits(
+        Annealed,
+        [(x, x[:, 0]) for x in rows],
+        num_workers=2,
+        place=whole(0, 1),
+        loss_fn=rows_against_target,
+        microbatches=4,
+        steps=7,
+        before_step=change,
+        plan_everywhere=True,
+    )
