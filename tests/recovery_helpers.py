@@ -283,6 +283,7 @@ class ThreadCluster:
         self._finished: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._failure: FailureCause | None = None
+        self._began = Generators.now()  # all processes of a job begin with one seed
         self.seats: tuple[int, ...] = ()
         self._next_seats = tuple(range(self.num_workers))
         self._form()
@@ -374,6 +375,7 @@ class ThreadCluster:
     def _was_killed(self, rank: int) -> Killed | None:
         job: Any = None
         state = Generators.now()
+        self._began.put_back()
         try:
             if self.num_killed:
                 self.gather(rank)
