@@ -81,7 +81,7 @@ class DrawWatch:
         self._before: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """What is watched comes next."""
+        """Note the states before what is watched."""
         self._watch.look()
         self._before = [generator.get_state() for _, generator in self._generators]
 

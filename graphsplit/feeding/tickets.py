@@ -306,7 +306,7 @@ def position_of(generator: torch.Tensor) -> int:
 
     Most of a state is words that all who began with one seed have alike.
     """
-    octets = generator.numpy()
+    octets = generator.numpy().data
     return zlib.crc32(octets[-_ENDS:], zlib.crc32(octets[:_ENDS]))
 
 

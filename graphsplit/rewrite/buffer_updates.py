@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph
@@ -226,7 +227,8 @@ def _fold(graph: CapturedGraph, update: _Update, copies: Mapping[FxNode, FxNode]
             known[node] = made.node_copy(node, known.__getitem__)
             continue
         x, mean, var = (known[n] for n in (node.args[0], *node.args[_STATISTICS]))  # type: ignore[index]
-        momentum = known.get(node.args[_MOMENTUM], node.args[_MOMENTUM])  # type: ignore[call-overload]
+        momentum: Any = node.args[_MOMENTUM]
+        momentum = known.get(momentum, momentum)
         statistics = [own[n] for n in copies[node].args[_STATISTICS] if isinstance(n, FxNode)]
         if statistics:
             made.call_function(fold_statistics, (x, mean, var, *statistics, momentum))
