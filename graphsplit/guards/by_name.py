@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,18 +23,26 @@ class AskedByName:
     Args:
         ask: ``ask(holder, name, is_read)`` is called for modules, classes and functions before
             they are asked; the name is None where all of them may be read.
+
+    Attributes:
+        others: Functions that stand for more of Python's own, by name.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
+        self.others: Mapping[str, Any] = {}
         self._put: list[tuple[dict[str, Any], str, Any]] = []
 
     def watch(self, held: dict[str, Any], names: Collection[str]) -> None:
         """Let code with some globals use watched functions for those that it loads by name."""
-        for name in FUNCTIONS.intersection(names):
+        for name in (FUNCTIONS | self.others.keys()).intersection(names):
             if name not in held:
-                held[name] = self._watched(name, held)
+                held[name] = self.others.get(name) or self._watched(name, held)
                 self._put.append((held, name, held[name]))
+
+    def has_put(self, held: dict[str, Any], name: str) -> bool:
+        """Whether what stands under a name is one of them."""
+        return any(one is held and its == name for one, its, _ in self._put)
 
     def remove(self) -> None:
         """Let all globals be as they were."""

@@ -201,6 +201,14 @@ def _holds_fake(value: Any, depth: int = 3) -> bool:
     return any_leaf(freeze(value), is_fake)
 
 
+def _has_fake_key(frozen: Any) -> bool:
+    """Whether a mapping in a snapshot has a tensor without values as a key."""
+    if not isinstance(frozen, Frozen):
+        return False
+    is_one = any(isinstance(key, FakeTensor) for key in frozen.keys)
+    return is_one or any(map(_has_fake_key, frozen.items))
+
+
 def _is_noted(one: Noted, difference: ValueDifference, noted: Mapping[Any, Noted]) -> bool:
     """Whether a difference is that of an entry which is a noted place of its own."""
     held = difference.container
@@ -213,6 +221,13 @@ def _can_be_left(change: Change) -> bool:
     """Whether a change is one of values; tensors without values that nobody reads may go."""
     if isinstance(change.new, Computed):
         return True
+    if _has_fake_key(change.new):
+        raise CaptureError(
+            f"network or loss puts a tensor into {change.place.label} as a key; the captured graph "
+            f"would not\n"
+            f"  {change.place.source}\n"
+            f"  Fix: take its name as the key, or put it there before the first step."
+        )
     if any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC)):
         return False
     if not _holds_fake(change.new):

@@ -9,7 +9,7 @@ from enum import Enum
 from types import CellType, SimpleNamespace
 from typing import Any
 
-from graphsplit.guards.values import MISSING, holder_of
+from graphsplit.guards.values import MISSING, holder_of, without_identities
 from graphsplit.torch_ext.attributes import PARAMETERS, form_in, put_form
 from graphsplit.torch_ext.steering import number_in, put_number
 
@@ -133,7 +133,8 @@ def inside(container: Any, key: Any, place: Place) -> Place:
         key: The item's key, position or name.
         place: Where the container was met.
     """
-    step = f".{key}" if isinstance(container, SimpleNamespace) else f"[{key!r}]"
+    shown = without_identities(repr(key))
+    step = f".{key}" if isinstance(container, SimpleNamespace) else f"[{shown}]"
     return entry(holder_of(container), key, place.label + step, place.source)
 
 

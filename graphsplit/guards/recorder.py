@@ -81,6 +81,7 @@ class ReadRecorder:
 
     Attributes:
         touched: Every module of which something was read, by the identity of its dictionary.
+        by_name: Stands for functions of Python's own.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ReadRecorder:
         self._nested: dict[int, CodeType] = {}
         self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
         self._meeting = ValueVisitor(root, labels, self._classes, real_of)
-        self._by_name = AskedByName(self._asked)
+        self.by_name = AskedByName(self._asked)
         self._trace = _tracing(self._ran, self._imported)
         self._is_off = True
         self._is_paused = is_paused
@@ -124,7 +125,7 @@ class ReadRecorder:
         finally:
             self._is_off = True
             sys.settrace(before)
-            self._by_name.remove()
+            self.by_name.remove()
             self._classes.remove()
             if collects:
                 gc.enable()
@@ -261,7 +262,7 @@ class ReadRecorder:
         facts = facts_of(code)
         self._nested.update((id(inner), inner) for inner in facts.nested)
         self._note_globals(held, facts, code)
-        self._by_name.watch(held, facts.globals_read)
+        self.by_name.watch(held, facts.globals_read)
         self._note_imports(facts, held)
         if "__getattribute__" in facts.attributes and not self._meeting.passes_by:
             self._meeting.passes_by = True
@@ -319,9 +320,8 @@ class ReadRecorder:
             if name.startswith("__") and name.endswith("__"):
                 continue
             value, label = held.get(name, MISSING), f"{where}: {name}"
-            if isinstance(value, ModuleType) and not is_watchable_module(value):
-                continue
-            if _is_put_there_by_capture(value):
+            is_apart = isinstance(value, ModuleType) and not is_watchable_module(value)
+            if is_apart or _is_put_there_by_capture(value) or self.by_name.has_put(held, name):
                 continue
             self._meeting.note_read(entry(held, name, label, source), items)
             self._meeting.meet(value, label)

@@ -355,6 +355,20 @@ def any_leaf(frozen: Any, test: Callable[[Any], bool]) -> bool:
     return test(frozen)
 
 
+_identities: set[int] = set()  # that code was told while it was recorded
+
+
+def note_identity(number: int) -> int:
+    """Note what ``id`` gives to code that is recorded: another number on each worker."""
+    _identities.add(number)
+    return number
+
+
+def without_identities(text: str) -> str:
+    """A text with no number in it that ``id`` gave to code that was recorded."""
+    return re.sub(r"\d{9,}", lambda n: "an identity" if int(n[0]) in _identities else n[0], text)
+
+
 def shown(value: Any) -> str:
     """A value for people: short, and the same text on all workers."""
     if isinstance(value, Frozen):
@@ -362,7 +376,7 @@ def shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {list(value.shape)} tensor"
     try:
-        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        text = without_identities(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
     except Exception:  # a repr of the user's decides nothing
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -44,6 +44,9 @@ ASKING_FOR_VALUES: tuple[Patch, ...] = tuple(
 )
 ENTER_INFERENCE: Patch = (torch.inference_mode, "__enter__")
 LEAVE_INFERENCE: Patch = (torch.inference_mode, "__exit__")
+# How dictionaries find a tensor, while another one stands for it.
+HASH: Patch = (torch.Tensor, "__hash__")
+EQUAL: Patch = (torch.Tensor, "__eq__")
 # What code that is kept whole is told, or is watched by, when it is looked at once.
 FORMAT: Patch = (torch.Tensor, "__format__")
 ANNOTATE: Patch = (torch.fx.traceback, "annotate")

@@ -66,6 +66,8 @@ CALLS: dict[Patch, Callable[[], Any]] = {
     patches.ENTER_INFERENCE: _inside(torch.inference_mode(False)),
     patches.LEAVE_INFERENCE: _inside(torch.inference_mode(False)),
     patches.READ_LOADER: lambda: iter(torch.utils.data.DataLoader(range(2))),
+    patches.HASH: lambda: {torch.ones(1)},
+    patches.EQUAL: lambda: torch.ones(1) == torch.ones(1),
     patches.FORMAT: lambda: f"{torch.ones(())}",
     patches.ANNOTATE: _annotated,
 }

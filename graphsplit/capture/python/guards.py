@@ -15,6 +15,7 @@ from torch import nn
 from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.functions import computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
+from graphsplit.capture.python import identities
 from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
@@ -167,7 +168,10 @@ class StateWatch:
         apart = numbers_apart(modules, self._tensors, keys)
         with apart, lifted_in_place(self._lift) as lifted, computed_with(lifted):
             try:
-                self._kept.bring_in()
+                identities.stand_for(tensors_of(self._root.modules()), self._tensors)
+                recorder.by_name.others = identities.FUNCTIONS
+                with identities.as_keys():
+                    self._kept.bring_in()
                 for place in lifted.places:
                     recorder.note_lifted(place)
                 run_again = RunAgain(recorder)
@@ -175,6 +179,7 @@ class StateWatch:
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
                     marks.seen(),
+                    identities.as_keys(),
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),

@@ -1,0 +1,143 @@
+"""Code that asks which tensor it has, or of which class: as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from alone_helpers import assert_as_alone
+from plain_model import PlainModel
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import CaptureError
+
+assert threads_as_workers
+pytestmark = [
+    pytest.mark.usefixtures("threads_as_workers"),
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
+]
+INPUTS = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(4, 8, 2, generator=torch.Generator().manual_seed(2))
+BATCHES = list(zip(INPUTS, TARGETS, strict=True))
+
+
+@functools.lru_cache(None)
+def rate_of(parameter: nn.Parameter) -> float:
+    return 0.5
+
+
+def once(net: Any, one: Any) -> bool:
+    """Whether something is there already; it is from now on."""
+    is_there = one in net.seen
+    net.seen.add(one)
+    return is_there
+
+
+ASKED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "rate of": lambda net, h: net.rates.get(net.first.weight, 0.5),
+    "rate of a buffer": lambda net, h: net.rates.get(net.scale, 0.5),
+    "in a set": lambda net, h: 2 if net.first.weight in net.frozen else 1,
+    "by identity": lambda net, h: net.by_id.get(id(net.first.weight), 0.5),
+    "not there": lambda net, h: 2 if id(net.first.bias) in net.by_id else 1,
+    "kept results": lambda net, h: rate_of(net.first.weight),
+    "put into a set": lambda net, h: 2 if once(net, net.first.weight) else 1,
+    "identity put there": lambda net, h: 2 if once(net, id(net.first.weight)) else 1,
+    "class": lambda net, h: 2 if type(h) is torch.Tensor else 1,
+    "class of a parameter": lambda net, h: 2 if type(net.first.weight) is nn.Parameter else 1,
+    "name of a class": lambda net, h: len(type(h).__name__),
+    "a class itself": lambda net, h: 2 if isinstance(nn.Linear, type) else 1,
+    "parameters by identity": lambda net, h: len({id(p) for p in net.parameters()}),
+    "equal numbers": lambda net, h: (net.first.weight == net.first.weight).float().mean(),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, asked: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.register_buffer("scale", torch.ones(3))
+        if hasattr(nn.Module, "place"):
+            self.first.place("MS_WORKER", 0)
+            self.second.place("MS_WORKER", 1)
+        self.asked, self.seen = asked, set()
+        self.rates = {self.first.weight: 0.9, self.scale: 0.8}
+        self.frozen, self.by_id = {self.first.weight}, {id(self.first.weight): 0.9}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        made: torch.Tensor = self.second(h * self.asked(self, h))
+        return made
+
+
+class KeptByIdentity:
+    """A descriptor that keeps a value for each object, as some libraries have them."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+
+    def __get__(self, one: Any, kind: Any = None) -> Any:
+        return self if one is None else self.values.get(id(one), 0.5)
+
+    def __set__(self, one: Any, value: float) -> None:
+        self.values[id(one)] = value
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_values_kept_by_identity_are_the_same_on_all_workers(writes: bool) -> None:
+    def scaled(net: Any, h: torch.Tensor) -> float:
+        if writes:
+            net.held.rate = net.held.rate * 0.9
+        rate: float = net.held.rate
+        return rate
+
+    def train(make: Any) -> Any:
+        class Held:  # each worker has its own
+            rate = KeptByIdentity()
+
+        torch.manual_seed(0)
+        net = Net(scaled)
+        net.held = Held()
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found = []
+        for step, batch in enumerate(BATCHES):
+            net.held.rate = 0.7 + step // 2
+            found.append((model.train_step(*batch).clone(), model.predict(batch[0])))
+        return copy.deepcopy([found, model.state_dict(), net.held.rate])
+
+    assert_as_alone(lambda: train(PlainModel), lambda: train(gs.Model))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_answers_are_those_of_eager_mode(asked: str) -> None:
+    def train(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net(ASKED[asked])
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found = [(model.train_step(*batch).clone(), model.predict(batch[0])) for batch in BATCHES]
+        return copy.deepcopy([found, model.state_dict()])
+
+    assert_as_alone(lambda: train(PlainModel), lambda: train(gs.Model))
+
+
+def test_a_tensor_that_becomes_a_key_is_refused() -> None:
+    def count(net: Any, h: torch.Tensor) -> float:
+        net.rates[net.second.weight] = net.rates.get(net.second.weight, 1.0) * 0.9
+        found: float = net.rates[net.second.weight]
+        return found
+
+    def run(rank: int) -> None:
+        net = Net(count)
+        gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05)).train_step(
+            *BATCHES[0]
+        )
+
+    with pytest.raises(CaptureError, match=r"puts a tensor into net\.rates as a key"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
