@@ -1,14 +1,14 @@
 """One-way time of a value between workers on one host, over every transport and its plain peer.
 
-    python benchmarks/bench_hop.py [--rounds 5] [--only shm grpc gloo TLS ring] [--json FILE]
+    python benchmarks/bench_hop.py [--rounds 5] [--only shm grpc gloo TLS ring] [--cores 0 1]
 
 Two processes play ping-pong: worker 0 sends, worker 1 receives and sends back; half of a round
 trip is one hop, with its Python. All sides alternate six times in every round, back and forth, as
 the machine changes its pace. The plain sides move the same bytes between the same threads without
-headers, checks or credit: Gloo, and a stream of grpcio. Plain streams that are pulled are what ours
-over gRPC stand on. A round's figure is its median; p10 stands in the notes, because on busy cores
-Gloo's times fall in two heaps, and its median may be in either. Page faults are those of one round
-trip in one process, which is one send and one receive.
+headers, checks or credit: Gloo, and a stream of grpcio. Gloo by hand has all three. Plain streams
+that are pulled are what ours over gRPC stand on. A round's figure is its median; p10 stands in the
+notes, because on busy cores Gloo's times fall in two heaps, and its median may be in either. Page
+faults are those of one round trip in one process, which is one send and one receive.
 
 ``ring``: one hop of 16 KiB among five busy workers. A value goes around. Every worker computes on
 it for a while before it sends it on, as the layers of a network that are spread over workers do; so
@@ -21,6 +21,7 @@ copies are what is left without headers, checks and sleep: what this machine tak
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -46,7 +47,15 @@ from common import (
     timed,
     write,
 )
-from hop_ends import Ends, bare_ends, gloo_ends, our_ends, plain_grpc_ends, pulled_grpc_ends
+from hop_ends import (
+    Ends,
+    bare_ends,
+    gloo_ends,
+    hand_gloo_ends,
+    our_ends,
+    plain_grpc_ends,
+    pulled_grpc_ends,
+)
 
 from graphsplit.security.issue import fill_folder
 from graphsplit.security.names import WORKER
@@ -57,6 +66,8 @@ NAMES = {1 << 10: "1 KiB", 64 << 10: "64 KiB", 16 << 20: "16 MiB"}
 SIZES = tuple(NAMES)
 TURNS = 3
 PLAIN_GLOO, PLAIN_GRPC, PULLED, BARE = "plain gloo", "plain grpcio", "pulled grpcio", "bare copies"
+HAND_GLOO = "gloo by hand"
+CORES = "GS_BENCH_CORES"  # of the processes that are measured
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,11 @@ class Pair:
 PAIRS = {
     "shm": [Pair("shm", PLAIN_GLOO, {64 << 10: 0.3, 16 << 20: 0.5})],
     "grpc": [Pair("grpc", PLAIN_GRPC, dict.fromkeys(SIZES, 1.15)), Pair(PULLED, PLAIN_GRPC)],
-    "gloo": [Pair("gloo", PLAIN_GLOO)],
+    "gloo": [
+        Pair("gloo", HAND_GLOO, dict.fromkeys(SIZES, 1.15)),
+        Pair("gloo", PLAIN_GLOO, {16 << 20: 1.2}),
+        Pair(HAND_GLOO, PLAIN_GLOO),
+    ],
     "TLS": [Pair("TLS", "grpc")],
 }
 RING = "ring"
@@ -114,6 +129,9 @@ class _Done:
 
 def _call(worker: Worker, rank: int, link: Connection, *given: Any) -> None:
     equal_conditions()
+    if cores := os.environ.get(CORES):
+        chosen = cores.split(",")
+        os.sched_setaffinity(0, {int(chosen[rank % len(chosen)])})
     link.send(_Done(worker(rank, link, *given)))
 
 
@@ -127,6 +145,8 @@ def pair_ends(side: str, rank: int, link: Connection, folder: str) -> Ends:
     """This worker's ends of one side."""
     if side == PLAIN_GLOO:
         return gloo_ends(rank, link)
+    if side == HAND_GLOO:
+        return hand_gloo_ends(rank, link)
     if side in (PLAIN_GRPC, PULLED):
         return (plain_grpc_ends if side == PLAIN_GRPC else pulled_grpc_ends)(rank, link)
     if side == "TLS":
@@ -314,7 +334,9 @@ def main() -> None:
     options.add_argument("--only", nargs="+", choices=[*PAIRS, RING], default=[*PAIRS, RING])
     options.add_argument("--workers", type=int, default=5, help="of the ring")
     options.add_argument("--compute-us", type=float, default=300.0, help="in the ring")
+    options.add_argument("--cores", nargs="+", default=[], help="one for each process, in turn")
     arguments = options.parse_args()
+    os.environ[CORES] = ",".join(arguments.cores)
     conditions = environment()
     write(arguments, rows(arguments), conditions)
 

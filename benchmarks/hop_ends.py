@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from by_hand import BareChannel
 from common_cluster import free_port
+from gloo_by_hand import GlooByHand
 from grpc.experimental import ChannelOptions
 
 from graphsplit.security.protection import UNPROTECTED, Protection
@@ -110,6 +111,14 @@ def gloo_ends(rank: int, link: Connection, *, num_workers: int = 2) -> Ends:
         return received
 
     return Ends(send, receive, dist.destroy_process_group)
+
+
+def hand_gloo_ends(rank: int, link: Connection) -> Ends:
+    """The same on Gloo by hand, with header, credit and cancellation: see ``GlooByHand``."""
+    link.send(free_port())
+    store = dist.TCPStore("127.0.0.1", link.recv()[0], 2, is_master=rank == 0)
+    found = GlooByHand(store, rank)
+    return Ends(found.send, found.receive, found.abort)
 
 
 def bare_ends(rank: int, num_workers: int, path: str, size: int) -> Ends:
