@@ -21,6 +21,7 @@ from graphsplit.partition.gradient_sums import (
     GradientOrder,
     differentiable_uses,
     order_gradients,
+    rounded_by,
 )
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SegmentIO, SumTerm
 from graphsplit.partition.segments import Segmentation, cut_into_segments
@@ -103,6 +104,8 @@ class _Partitioner:
         self.uses = differentiable_uses(self.nodes)
         self.is_microbatched = is_microbatched
         self.edges: list[Edge] = []
+        # To what those who read a value on a worker round it.
+        self.read_as: dict[tuple[int, int], set[torch.dtype | None]] = {}
         self.home = self._home() if home is None else home
         num_segments = len(segmentation.segments)
         self.leaves: list[list[int]] = [[] for _ in range(num_segments)]
@@ -151,10 +154,12 @@ class _Partitioner:
         for position, node in enumerate(self.nodes):
             for operand in node.reads:
                 self._need(needed, operand, self.workers[position])
+                self.read_as.setdefault((operand, self.workers[position]), set()).add(node.wire)
         for worker in output_workers(self.graph, self.home, self.placed.num_workers):
             for output in self.graph.outputs:
                 if output.node is not None:
                     self._need(needed, output.node, worker)
+                    self.read_as.setdefault((output.node, worker), set()).add(None)
         return needed
 
     def _need(self, needed: dict[int, set[int]], value: int, worker: int) -> None:
@@ -169,6 +174,9 @@ class _Partitioner:
                 f"{self.workers[value]} to worker {worker}\n  {node.source}\n"
                 f"  Fix: place the operations that use it on worker {self.workers[value]} too."
             )
+        # What all that use it there round, it may be rounded to before.
+        dtypes = {node.wire} if node.wire is not None else self.read_as[value, worker]
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         self.edges.append(
             Edge(
                 len(self.edges),
@@ -176,7 +184,7 @@ class _Partitioner:
                 value,
                 self.workers[value],
                 worker,
-                node.meta if node.wire is None else replace(node.meta, dtype=node.wire),
+                node.meta if dtype is None else replace(node.meta, dtype=dtype),
                 per_step=node.is_state and value not in self.graph.modified,
             )
         )
@@ -232,9 +240,10 @@ class _Partitioner:
             for part in parts:
                 meta = self.nodes[value].meta
                 assert meta is not None
-                wire = self.nodes[value].wire
-                if wire is not None and is_first and self._is_whole_gradient(value, part):
-                    meta = replace(meta, dtype=wire)
+                dtype = rounded_by(self.nodes, [self.gradients.contributions[c] for c in part])
+                if is_first and self._is_whole_gradient(value, part):
+                    dtype = self.nodes[value].wire or dtype
+                meta = meta if dtype is None else replace(meta, dtype=dtype)
                 terms.append(SumTerm(edge=len(self.edges)))
                 self.edges.append(
                     Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part)

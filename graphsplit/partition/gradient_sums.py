@@ -32,6 +32,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
+
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.partition.segments import Segmentation
 from graphsplit.placement.resolve import PlacedGraph
@@ -138,6 +140,14 @@ def differentiable_uses(nodes: Sequence[Node]) -> dict[int, list[Use]]:
                 if nodes[operand].requires_grad:
                     uses.setdefault(operand, []).append((position, index))
     return uses
+
+
+def rounded_by(nodes: Sequence[Node], contributions: Sequence[Contribution]) -> torch.dtype | None:
+    """The dtype to which the backward of ``gs.wire`` has rounded a gradient, if it makes it all."""
+    if len(contributions) != 1 or contributions[0].seed or len(contributions[0].uses) != 1:
+        return None
+    ((position, _),) = contributions[0].uses
+    return nodes[position].wire
 
 
 def _home(placed: PlacedGraph, segmentation: Segmentation, value: int, uses: list[Use]) -> int:

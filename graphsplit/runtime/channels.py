@@ -143,7 +143,7 @@ class ChannelEnds:
 
 def _is_narrowed(edge: Edge, node: Node) -> bool:
     is_value = edge.kind in (EdgeKind.VALUE, EdgeKind.GRADIENT)
-    return is_value and node.wire is not None and edge.meta.dtype == node.wire
+    return is_value and node.meta is not None and edge.meta.dtype != node.meta.dtype
 
 
 def first_received(program: WorkerProgram, plan: PartitionPlan) -> int | None:

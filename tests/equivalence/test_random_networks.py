@@ -212,7 +212,8 @@ class RandomNetwork(nn.Module):
             elif step.kind == "two":
                 made = TWO[step.name](a, b)
             elif step.kind == "weight":
-                weight = self.weights[step.reads[1] % 2]
+                weight: torch.Tensor = self.weights[step.reads[1] % 2]
+                weight = gs.wire(weight, torch.bfloat16) if step.name == "wired" else weight
                 made = a @ weight + weight.sum(0) if step.name == "twice" else F.linear(a, weight)
             else:
                 if step.kind == "layer":
@@ -232,7 +233,7 @@ def steps() -> st.SearchStrategy[Step]:
         st.builds(Step, st.just("two"), st.sampled_from(sorted(TWO)), reads),
         st.builds(Step, st.just("layer"), st.sampled_from(sorted(LAYERS)), reads),
         st.builds(Step, st.just("again"), st.just(""), reads),
-        st.builds(Step, st.just("weight"), st.sampled_from(["once", "twice"]), reads),
+        st.builds(Step, st.just("weight"), st.sampled_from(["once", "twice", "wired"]), reads),
     )
 
 

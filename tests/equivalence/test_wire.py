@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,14 @@ from equivalence_helpers import (
     rows_against_target,
 )
 from torch import nn
+from torch.nn.utils import parametrize
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.explain.plan import explain_plan
 from graphsplit.partition.plan import EdgeKind
+from graphsplit.partition.replicas.blocks import sent_per_step
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
 from graphsplit.transport.base import ChannelSpec, Sender
@@ -227,6 +230,62 @@ def test_gradients_that_are_added_on_arrival_are_sent_whole() -> None:
         node = plan.placed.graph.nodes[edge.value]
         if node.wire is not None and edge.kind is EdgeKind.VALUE:
             assert edge.meta.dtype is node.wire
+
+
+class RoundedWeight(nn.Module):
+    """A parametrization: what uses the weight is given it rounded."""
+
+    def __init__(self, rounded: Round) -> None:
+        super().__init__()
+        self.rounded = rounded
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.rounded(weight, BF16)
+
+
+def with_rounded_weights(rounded: Round) -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for layer in (net[0], net[2]):
+        parametrize.register_parametrization(layer, "weight", RoundedWeight(rounded))
+    return net
+
+
+def test_borrowed_parameters_that_are_rounded_go_there_and_their_parts_back() -> None:
+    def place(net: nn.Module) -> None:
+        net.place("MS_WORKER", [0, 1, 2])
+
+    told = []
+    for order, part in (("left", BF16), ("pairs", torch.float32)):
+        options: Any = {"gradient_order": order, "microbatches": 6, "place": place}
+        plan = same(with_rounded_weights, **options).latest(Mode.TRAIN).plan
+        nodes = plan.placed.graph.nodes
+        weights = [edge for edge in plan.edges if "weight" in nodes[edge.value].target]
+        assert {e.meta.dtype for e in weights if e.kind is EdgeKind.VALUE} == {BF16}
+        assert {e.meta.dtype for e in weights if e.kind is not EdgeKind.VALUE} == {part}
+        told.append({worker: left for worker, (left, _) in sent_per_step(plan).items()})
+        if order == "left":
+            sent = Counter[int]()
+            for edge in plan.edges:
+                if edge.kind is EdgeKind.GRADIENT:
+                    lane = plan.lanes[plan.lane_of(edge.value)]
+                    sent[edge.source] += len(lane) * edge.meta.size_bytes
+            assert told == [sent]
+    assert told[0] == told[1]
+
+
+def test_a_parameter_that_is_also_used_whole_is_borrowed_whole() -> None:
+    class Both(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.rounded(self.first.weight, BF16)
+            return x @ weight + self.second(x) @ self.first.weight
+
+    def place(net: Any) -> None:
+        net.place("MS_WORKER", 1)
+        gs.apply_placement(net, {"parameters": {"first.weight": 0}})
+
+    plan = same(Both, num_workers=2, place=place).latest(Mode.TRAIN).plan
+    found = [e.meta.dtype for e in plan.edges if e.destination == 1 and e.kind is EdgeKind.VALUE]
+    assert found == [torch.float32]
 
 
 @pytest.mark.parametrize("turn", [lambda x: x, torch.t, lambda x: x[:, :1].expand(4, 4)])

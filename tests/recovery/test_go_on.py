@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,15 +34,20 @@ pytestmark = [
 ]
 
 
-def script(ranks: list[int], *, head: Any = None, order: Any = "pairs", **options: Any) -> Any:
+def script(
+    ranks: list[int], *, head: Any = None, order: Any = "pairs", dtype: Any = None, **options: Any
+) -> Any:
     """Three epochs of three batches in 4 microbatches, the last one ragged; eval; single steps."""
     net = normed(ranks, place=bool(ranks))
     if ranks:
         net[1].place(ranks if head is None else head)
+    if dtype is not None:
+        gs.wire(net[0], dtype)
     model = gs.Model(
         *(net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()}),
         microbatches=4,
         gradient_order=order,
+        gradient_dtype=dtype,
         clip=gs.clip.GlobalNorm(0.5),
         **options,
     )
@@ -77,6 +83,14 @@ def test_the_others_go_on_in_the_bits_of_one_process(workers: int, lost: int, at
     assert cluster.num_killed == 1 and found[lost] is None
     for rank in set(range(workers)) - {lost}:
         assert difference(expected, found[rank]) is None
+
+
+def test_rounded_values_and_gradients_are_those_of_one_process_too() -> None:
+    run = functools.partial(script, dtype=torch.bfloat16)
+    cluster = going_on(3, {1: [70]}, run, joins={1: (130, 2)})
+    found = cluster.run()
+    assert (cluster.num_killed, cluster.num_joined) == (1, 1)
+    assert all(difference(undisturbed(run), one) is None for one in found)
 
 
 @pytest.mark.parametrize("at", [40, 300, 350])

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from graphsplit.capture.graph import NodeKind
+from graphsplit.partition.gradient_sums import rounded_by
 from graphsplit.partition.plan import BlockSums, EdgeKind, PartitionPlan, SumTerm
 
 
@@ -119,12 +120,23 @@ def sent_per_step(plan: PartitionPlan) -> dict[int, tuple[int, int]]:
         is_sent = is_block or edge.kind is EdgeKind.GRADIENT
         if plan.lanes and is_sent and plan.placed.graph.nodes[edge.value].is_state:
             lane = plan.lanes[plan.lane_of(edge.value)]
-            values = plan.members_of(edge.value)
-            metas = [plan.placed.graph.nodes[v].meta for v in values]
-            whole = sum(meta.size_bytes for meta in metas if meta is not None)
-            size = sum(plan.block_meta(v).size_bytes for v in values) if is_block else whole
+            part = size = edge.meta.size_bytes
+            block = plan.blocks_of(edge.value) if is_block else None
+            if block is not None:
+                values = plan.members_of(edge.value)
+                part = sum(_part_bytes(plan, block, value) for value in values)
+                size = sum(plan.block_meta(value).size_bytes for value in values)
             can_add = is_block or _maker(plan, edge.value) is not None
             left, pairs = found.get(edge.source, (0, 0))
             num_sent = sum(1 for _ in _blocks(lane, 0, len(lane))) if can_add else len(lane)
-            found[edge.source] = left + whole * len(lane), pairs + size * num_sent
+            found[edge.source] = left + part * len(lane), pairs + size * num_sent
     return found
+
+
+def _part_bytes(plan: PartitionPlan, block: BlockSums, value: int) -> int:
+    """The bytes of one part of a parameter's gradient, were it sent by itself."""
+    meta = plan.placed.graph.nodes[value].meta
+    assert meta is not None
+    terms = block.terms.get(value) or plan.gradient_sums.get(value, ())
+    made = [plan.contributions[t.contribution] for t in terms if t.contribution is not None]
+    return meta.num_elements * (rounded_by(plan.placed.graph.nodes, made) or meta.dtype).itemsize

@@ -57,7 +57,8 @@ def _can_go_with_others(plan: PartitionPlan, edge: Edge) -> bool:
     value = plan.in_first_lane(edge.value)
     is_output = any(output.node == value for output in plan.placed.graph.outputs)
     is_small = 0 < edge.meta.size_bytes <= _MOST_OF_ONE
-    return edge.per_step and is_small and not is_output and edge.meta.device == CPU
+    is_rounded = edge.meta != plan.placed.graph.nodes[edge.value].meta
+    return edge.per_step and is_small and not (is_output or is_rounded) and edge.meta.device == CPU
 
 
 def places_of(plan: PartitionPlan, members: Sequence[int]) -> list[range]:
