@@ -3,6 +3,11 @@
 What was read is compared by identity, places of one kind all at once (``compiled``): some 25 ns a
 place. Only where an identity differs are types and bits compared; if those are the same, the new
 objects are the ones to look for from then on.
+
+CPython 3.10 and 3.11 number the writes to all dictionaries: where the number of one is what it was
+when it was last compared, nothing in it is another object (PEP 509). Modules keep what a network
+reads in some twenty dictionaries that nobody writes to between steps, so of 150 places the memory
+of twenty is looked at. From 3.12 on there are no such numbers, and all places are compared.
 """
 
 from __future__ import annotations
@@ -44,7 +49,10 @@ from graphsplit.guards.values import (
     values_of,
 )
 from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
-from graphsplit.torch_ext.private import SWITCHES
+from graphsplit.torch_ext.private import SWITCHES, dict_version
+
+_MOST_CHANGES = 3  # of a dictionary, after which it is always compared: globals of a script, say
+_Rows = Mapping[str, Sequence[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +92,68 @@ class Failure:
 def named_failure(label: str, old: Any, new: Any) -> Failure:
     """A change of something that nothing writes by its place."""
     return Failure(Place(PlaceKind.FIELD, None, label, label), old, new)
+
+
+class Dictionaries:
+    """Places in dictionaries, and what was there: compared where one was written to.
+
+    Args:
+        rows: By comparison: the dictionary, the key, and what was there (where something was).
+    """
+
+    def __init__(self, rows: _Rows) -> None:
+        by_holder: dict[int, dict[str, list[tuple[Any, ...]]]] = {}
+        for comparison, some in rows.items():
+            for row in some:
+                own = by_holder.setdefault(id(row[0]), {})
+                own.setdefault(comparison, []).append(row)
+        self._restless = dict(rows) if dict_version is None else {}
+        quiet = [] if dict_version is None else list(by_holder.values())
+        self._quiet = [next(iter(own.values()))[0][0] for own in quiet]
+        self._own = [_functions(own) for own in quiet]
+        self._rows = quiet
+        self._numbers: list[int] = [-1] * len(quiet)
+        self._changes = [0] * len(quiet)
+        self._always = _functions(self._restless)
+
+    def hold(self) -> bool:
+        """Whether all is as it was.
+
+        Raises:
+            KeyError: A key is gone.
+        """
+        for holds in self._always:
+            if not holds():
+                return False
+        return self._numbers == _numbers_of(self._quiet) or self._look()
+
+    def _look(self) -> bool:
+        """Compare what stands in dictionaries that were written to, and remember their numbers."""
+        now = _numbers_of(self._quiet)  # before they are read
+        changed = [i for i, number in enumerate(now) if number != self._numbers[i]]
+        if not all(holds() for index in changed for holds in self._own[index]):
+            return False
+        for index in changed:
+            self._numbers[index] = now[index]
+            self._changes[index] += 1
+        for index in reversed(changed):
+            if self._changes[index] > _MOST_CHANGES:
+                self._compare_always(index)
+        return True
+
+    def _compare_always(self, index: int) -> None:
+        del self._quiet[index], self._own[index], self._numbers[index], self._changes[index]
+        for comparison, some in self._rows.pop(index).items():
+            self._restless[comparison] = [*self._restless.get(comparison, ()), *some]
+        self._always = _functions(self._restless)
+
+
+def _numbers_of(dictionaries: Sequence[dict[Any, Any]]) -> list[int]:
+    return list(map(dict_version, dictionaries)) if dict_version is not None else []
+
+
+def _functions(rows: _Rows) -> list[Callable[[], bool]]:
+    return [f for comparison, some in rows.items() for f in conjunctions(comparison, dict, some)]
 
 
 class Guards:
@@ -179,7 +249,7 @@ class Guards:
     # Comparing.
 
     def _is_identical(self) -> bool:
-        if any(self._empty):
+        if any(self._empty) or not self._dictionaries.hold():
             return False
         for hold in self._comparisons:
             if not hold():
@@ -240,9 +310,12 @@ class Guards:
         self._rows[HAS_CLASS, object] += self._classes
         self._rows[HAS_VERSION, torch.Tensor] += self._versions
         self._num_rows = sum(map(len, self._rows.values()))
+        in_dictionaries = (IS_AT, dict), (IS_NOT_IN, dict)
+        self._dictionaries = Dictionaries({key[0]: self._rows[key] for key in in_dictionaries})
         self._comparisons = [
             function
             for (comparison, kind), rows in self._rows.items()
+            if (comparison, kind) not in in_dictionaries
             for function in conjunctions(comparison, kind, rows)
         ]
 

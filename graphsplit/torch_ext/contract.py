@@ -232,6 +232,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         "averages that scripts keep of what lives elsewhere",
         *("_foreach_add_", "_foreach_div_", "_foreach_lerp_", "_foreach_mul_", "_foreach_sub_"),
     ),
+    *_of("torch._C._dynamo.guards", "whether a dictionary was written to", "dict_version"),
     # Scripted modules.
     *_of(
         "torch._C",

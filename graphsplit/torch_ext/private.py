@@ -75,6 +75,7 @@ __all__ = [
     "TorchDispatchMode",
     "active_fake_mode",
     "are_transforms_active",
+    "dict_version",
     "disable_current_modes",
     "eager_transforms",
     "enter_autocast",
@@ -108,6 +109,12 @@ SingleLevelFunction: Any = _SingleLevelFunction
 num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 run_backward: Callable[..., Any] = Variable._execution_engine.run_backward
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
+# The number of a dictionary's latest write, of all writes to dictionaries; None: Python has none.
+dict_version: Callable[[dict[Any, Any]], int] | None = (
+    importlib.import_module("torch._C._dynamo.guards").dict_version
+    if sys.version_info < (3, 12)
+    else None
+)
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_norm: Callable[..., Any] = torch._foreach_norm
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
