@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.attributes import FORWARD_HOOKS
 from graphsplit.torch_ext.private import pytree
 
 T = TypeVar("T", torch.Tensor, nn.Module)
@@ -115,8 +116,9 @@ class _WireOutputs:
 
 
 def _wire_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    for key, hook in module._forward_hooks.items():
+    hooks = getattr(module, FORWARD_HOOKS[0])
+    for key, hook in hooks.items():
         if isinstance(hook, _WireOutputs):
-            module._forward_hooks[key] = _WireOutputs(dtype)
+            hooks[key] = _WireOutputs(dtype)
             return
     module.register_forward_hook(_WireOutputs(dtype))
