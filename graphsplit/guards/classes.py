@@ -171,11 +171,13 @@ def _set_all(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def _reading(original: Any, hooks: Hooks) -> Any:
-    read, seen = hooks.read, hooks.seen
+    read, write, seen = hooks.read, hooks.write, hooks.seen
 
     def __getattribute__(self: Any, name: str) -> Any:
         if (id(self), name) in seen:
             return original(self, name)
+        if _is_kept_when_read(self, name):
+            write(self, name)
         try:
             value = original(self, name)
         except AttributeError:
@@ -186,6 +188,17 @@ def _reading(original: Any, hooks: Hooks) -> Any:
 
     setattr(__getattribute__, _MARK, True)
     return __getattribute__
+
+
+def _is_kept_when_read(one: Any, name: str) -> bool:
+    """Whether reading an attribute writes it: ``functools.cached_property`` passes by setting."""
+    for kind in type(one).__mro__:
+        if name in vars(kind):
+            found = vars(kind)[name]
+            return isinstance(found, functools.cached_property) and name not in (
+                own_dictionary(one) or ()
+            )
+    return False
 
 
 def _writing(original: Any, write: Callable[[Any, str], None]) -> Any:

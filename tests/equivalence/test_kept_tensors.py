@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -153,6 +154,48 @@ def test_a_network_keeps_tensors_in_attributes(microbatches: int) -> None:
         microbatches=microbatches,
         before_step=restart,
         plan_everywhere=True,
+    )
+
+
+class CachedProperties(Net):
+    """What is made when it is first read stays, though what it was made of changes."""
+
+    def begin(self) -> None:
+        self.slope = 0.5
+
+    @cached_property
+    def bias(self) -> torch.Tensor:
+        return torch.arange(4.0) * self.slope
+
+    @cached_property
+    def gain(self) -> float:
+        return self.slope * 2
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.gain + self.bias
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_cached_property_stays_as_it_is_until_it_is_deleted(microbatches: int) -> None:
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        net.slope = 0.5 + step
+        if step == 3:
+            del net.gain
+        if step == 4:
+            del net.bias
+        if step == 6:
+            net.bias = torch.ones(4)
+
+    assert_same_bits(
+        CachedProperties,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        before_step=change,
+        plan_everywhere=True,
+        steps=8,
     )
 
 
