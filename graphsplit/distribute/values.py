@@ -46,7 +46,7 @@ _SHAPED_BY_VALUES = frozenset(
     )
 )
 # Operations that torch cannot follow on shapes.
-_UNFOLLOWED = frozenset(("corrcoef", "cov", "ctc_loss", "gaussian_nll_loss"))
+_UNFOLLOWED = frozenset(("corrcoef", "cov", "ctc_loss", "gaussian_nll_loss", "ormqr"))
 _PLAIN = frozenset({type(None), bool, int, float})  # what no operation makes anything else of
 _MASKS = (torch.bool, torch.uint8)
 _BY_BRACKETS = frozenset({"__getitem__", "__setitem__"})

@@ -211,4 +211,72 @@ def counted(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict(), made.state_dict(), optimizer.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained, attended, nested, counted)
+def projected(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Tasks over a shared trunk: where their gradients conflict, each is projected (PCGrad)."""
+    trunk = layers(8, 16, 8, ranks=ranks)
+    heads = [layers(8, 4, ranks=ranks[place:]) for place in range(3)]
+    trunk, *heads = map(distribute, (trunk, *heads))
+    shared = list(trunk.parameters())
+    optimizer = torch.optim.Adam([*shared, *(p for head in heads for p in head.parameters())], 0.01)
+    for step in range(3):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        losses = [
+            functional.cross_entropy(head(trunk(x)), y.roll(k)) for k, head in enumerate(heads)
+        ]
+        found = []
+        for loss in losses:
+            optimizer.zero_grad()
+            if step == 0:
+                grads = list(torch.autograd.grad(loss, shared, retain_graph=True))
+            else:
+                loss.backward(retain_graph=True)
+                grads = [p.grad.clone() for p in shared]
+            found.append(torch.cat([grad.flatten() for grad in grads]))
+        kept = [one.clone() for one in found]
+        for one in kept:
+            for other in found:
+                dot = torch.dot(one, other)
+                if dot < 0:
+                    one -= dot / other.norm() ** 2 * other
+        optimizer.zero_grad()
+        merged, at = torch.stack(kept).mean(0), 0
+        for p in shared:
+            p.grad = merged[at : at + p.numel()].view_as(p).clone()
+            at += p.numel()
+        optimizer.step()
+        yield merged.norm().item(), [loss.item() for loss in losses]
+    yield trunk.state_dict(), optimizer.state_dict()
+
+
+def distilled(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A teacher on other workers than its student, which is averaged by its state dictionary."""
+    teacher, student = layers(8, 16, 4, ranks=ranks), layers(8, 8, 4, ranks=ranks[::-1])
+    teacher, student = distribute(teacher).eval(), distribute(student)
+    average, heat = copy.deepcopy(student), 3.0
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.01)
+    for _ in range(3):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        with torch.no_grad():
+            told = teacher(x)
+        said = student(x)
+        soft = functional.kl_div(
+            functional.log_softmax(said / heat, 1),
+            functional.softmax(told / heat, 1),
+            reduction="batchmean",
+        )
+        loss = 0.7 * soft * heat**2 + 0.3 * functional.cross_entropy(said, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for kept, value in zip(
+            average.state_dict().values(), student.state_dict().values(), strict=True
+        ):
+            kept.copy_(0.9 * kept + 0.1 * value)
+        yield loss.item(), soft.item(), (said.argmax(1) == told.argmax(1)).sum().item()
+    yield average(torch.ones(2, 8)).tolist(), student.state_dict(), average.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (
+    *(adversaries, perturbed, chained, attended, nested, counted),
+    *(projected, distilled),
+)

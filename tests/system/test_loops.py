@@ -41,17 +41,17 @@ def test_killed_workers_come_back_and_nothing_is_different(
         assert job.said_by(f"worker {rank}")[-1:] == plain
 
 
-@pytest.mark.parametrize("workers_then", [2, 3])
+@pytest.mark.parametrize(("workers", "workers_then"), [(2, 2), (2, 3), (3, 2)])
 def test_a_job_that_is_started_again_goes_on_from_disk(
-    plain: list[str], tmp_path: Path, workers_then: int
+    plain: list[str], tmp_path: Path, workers: int, workers_then: int
 ) -> None:
     marks, kept = tmp_path / "marks", tmp_path / "kept"
     marks.mkdir()
     environment = {"GS_RECOVERY": "restart", "MS_RECOVERY_PATH": str(kept)}
     every = {"GS_SNAPSHOT_EVERY": "4", "GS_SNAPSHOT_DISK_EVERY": "4"}
     lost, done = (
-        run_job("loops.py", str(marks), "1:STEP:22", workers=workers, **environment, **every)
-        for workers in (2, workers_then)
+        run_job("loops.py", str(marks), "1:STEP:22", workers=number, **environment, **every)
+        for number in (workers, workers_then)
     )
 
     assert lost.status != 0 and "worker 1 was killed by SIGKILL" in lost.output

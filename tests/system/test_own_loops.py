@@ -21,12 +21,13 @@ def test_own_loops_have_the_bits_of_one_process_over_shared_memory() -> None:
         assert all(line.startswith("refused, with a fix: ") for line in said[len(loops) :])
 
 
-def test_an_own_loop_has_the_bits_of_one_process_over_grpc() -> None:
-    job = run_job("own_loops.py", "usual", workers=3, GS_TRANSPORT="grpc")
+def test_own_loops_have_the_bits_of_one_process_over_grpc() -> None:
+    loops = ["usual", "projected", "distilled"]
+    job = run_job("own_loops.py", *loops, workers=3, GS_TRANSPORT="grpc")
 
     assert job.status == 0, job.output[-4000:]
     for rank in range(3):
-        assert job.said_by(f"worker {rank}") == ["usual: same bits"]
+        assert job.said_by(f"worker {rank}") == [f"{loop}: same bits" for loop in loops]
 
 
 @pytest.mark.parametrize(

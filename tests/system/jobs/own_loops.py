@@ -22,6 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "distribute")]
 
 from loop_helpers import is_same, plain, ranks_for, results  # noqa: E402
 from loops import LOOPS, small  # noqa: E402
+from several_networks import distilled, projected  # noqa: E402
 
 
 def refused(ranks: list[int]) -> Iterator[str]:
@@ -101,7 +102,7 @@ def main() -> None:
     num_workers = gs.get_world_size()
     if sys.argv[1] in ("global-step", "one-gradient", "killed"):
         alone(sys.argv[1])
-    for loop in (*LOOPS, own_optimizer):
+    for loop in (*LOOPS, own_optimizer, projected, distilled):
         if loop.__name__ not in sys.argv[1:]:
             continue
         expected = results(loop, plain, num_workers)
