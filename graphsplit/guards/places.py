@@ -138,9 +138,9 @@ def inside(container: Any, key: Any, place: Place) -> Place:
     return entry(holder_of(container), key, place.label + step, place.source)
 
 
-def itself(container: Any, label: str, source: str = "") -> Place:
+def itself(container: Any, label: str) -> Place:
     """A container as a whole, wherever it is kept."""
-    return Place(PlaceKind.ITSELF, container, "", label, source)
+    return Place(PlaceKind.ITSELF, container, "", label)
 
 
 def cell(holder: CellType, label: str, source: str = "") -> Place:

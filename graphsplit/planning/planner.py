@@ -311,9 +311,9 @@ class Planner:
             change.leave(found.lifted)
         return replace(planned, numbers=found.numbers) if found.numbers else planned
 
-    def known_plan(self, found: Match, part: StepPart = WHOLE_STEP) -> ReadyPlan | None:
-        """The plan for a recorded step, if there is one."""
-        return self._plans.get((found.recording.plans, part))
+    def known_plan(self, found: Match) -> ReadyPlan | None:
+        """The plan for a recorded step as a whole, if there is one."""
+        return self._plans.get((found.recording.plans, WHOLE_STEP))
 
     def renew(self) -> None:
         """The task has another loss, or other optimizers. All workers do so at the same point."""
