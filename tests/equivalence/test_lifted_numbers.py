@@ -102,7 +102,16 @@ USES: dict[str, Use] = {
     "tens": Use(lambda net, h: h * round(net.n, -1), lambda s: 10 * s + (0 if s < 3 else 7)),
     "steps": Use(lambda net, h: h * (net.n // 0.1), lambda s: (0.55, 0.45, 0.5, 0.3, 0.7)[s % 5]),
     "steps of a counter": Use(lambda net, h: h * (net.n // 0.7), lambda s: 3 * s + 7),
-    "value itself": Use(lambda net, h: h * float(net.n), falling, None),
+    "value itself": Use(lambda net, h: h * float(net.n), falling),
+    "value of a counter": Use(lambda net, h: h * float(net.n) * 0.1, lambda s: s + 2),
+    "value of NumPy's": Use(
+        lambda net, h: h * (float(net.n) * 0.1), lambda s: np.float32(falling(s))
+    ),
+    "answer as a number": Use(lambda net, h: h * float(net.n > 5), lambda s: s + 2),
+    "whole part": Use(lambda net, h: h * int(net.n), lambda s: 1.0 + 0.7 * s),
+    "half": Use(lambda net, h: h * int(net.n / 2), lambda s: s + 2),
+    "its class": Use(lambda net, h: h * (2 if isinstance(net.n, float) else 1), falling, None),
+    "as a dtype": Use(lambda net, h: h * net.n * torch.ones(1, dtype=float).float(), falling, None),
     "index": Use(lambda net, h: h * net.table[net.n % 4], lambda s: s + 2, None),
 }
 

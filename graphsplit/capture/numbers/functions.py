@@ -4,7 +4,8 @@ Four things look at the value of a number, and need not make it a constant of th
 
 * a question, ``if step / 1000 < 1``: the graph holds while the answer is the same. It is asked
   again as Python asks it. (torch asks sympy, which may write ``a + b - a`` as ``b``.)
-* a function of ``math`` or ``numpy`` of plain numbers: it is done again with the numbers.
+* a function of ``math`` or ``numpy`` of plain numbers, ``float(beta)``, ``int(beta)``: it is done
+  again with the numbers.
 * arithmetic that torch's symbols do in another way than Python: likewise.
 * an argument that an operation takes as a plain number, as the rate of a dropout: while it is
   recorded another number stands there, which occurs nowhere else, and by which it is found.
@@ -146,6 +147,28 @@ def _asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return question.answer
 
     return called
+
+
+def _converting(kind: Any) -> type:
+    """``float`` or ``int``, which makes a symbol of one."""
+
+    class OfKind(type):
+        def __call__(cls, *args: Any, **options: Any) -> Any:
+            if len(args) == 1 and not options and _are_lifted(args):
+                return made(_here.lifted, kind, args)
+            return kind(*args, **options)
+
+        def __instancecheck__(cls, one: Any) -> bool:
+            return isinstance(one, kind)
+
+        def __subclasscheck__(cls, one: type) -> bool:
+            return issubclass(one, kind)
+
+    return OfKind(kind.__name__, (kind,), {})
+
+
+CONVERSIONS: dict[str, Any] = {"float": _converting(float), "int": _converting(int)}
+"""Stand for Python's own among the globals of code that is recorded with lifted numbers."""
 
 
 class _Arguments:

@@ -4,7 +4,7 @@
 value is *lifted*: while the step is recorded a symbol stands in its place, what Python makes of it
 is recorded, and each step computes with its present value. What the code asked of the symbol
 (``if beta > 0.5``) was answered for its present value; each question is a condition under which the
-graph holds. Where an answer is needed for good (``float(beta)``), the condition is that the number
+graph holds. Where an answer is needed for good (an index), the condition is that the number
 stays what it is: then it is no use to lift it.
 """
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.checkpoints import checkpoints_watched
-from graphsplit.capture.numbers.functions import computed_with
+from graphsplit.capture.numbers.functions import CONVERSIONS, computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python import identities
 from graphsplit.capture.python.run_again import RunAgain
@@ -169,7 +169,8 @@ class StateWatch:
         with apart, lifted_in_place(self._lift) as lifted, computed_with(lifted):
             try:
                 identities.stand_for(tensors_of(self._root.modules()), self._tensors)
-                recorder.by_name.others = identities.FUNCTIONS
+                conversions = CONVERSIONS if lifted.places else {}
+                recorder.by_name.others = {**identities.FUNCTIONS, **conversions}
                 with identities.as_keys():
                     self._kept.bring_in()
                 for place in lifted.places:
