@@ -15,12 +15,14 @@ import pytest
 from graphsplit.cluster.member.member import Member, NodeIdentity
 from graphsplit.cluster.status.client import fetch_status
 from graphsplit.failure import AbortSignal
-from graphsplit.launchers.ports import find_free_port
+from graphsplit.launchers.ports import find_free_port, is_free
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
 
-pytestmark = pytest.mark.real_processes
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
+RECOVERING = Path(__file__).parents[1] / "system" / "jobs" / "recovering.py"
+JOB_FLOOD_S = 200.0
 FLOOD_S = 5.0
 DEADLINE_S = 60.0
 
@@ -75,3 +77,44 @@ def test_a_flood_costs_little_and_members_come_in_and_finish(tmp_path: Path) -> 
         assert scheduler.wait(DEADLINE_S) == 0
     assert log.stat().st_size < 100_000
     assert "one in 2 is let in" in log.read_text() or "proved nothing" in log.read_text()
+
+
+def test_a_job_whose_workers_are_flooded_loses_one_gets_it_back_and_has_the_bits(
+    tmp_path: Path,
+) -> None:
+    """Strangers at the ports of two workers, from before the first step to the end."""
+    script = [str(RECOVERING), "--epochs", "8"]
+    alone = subprocess.run(
+        [sys.executable, *script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    first = find_free_port("127.0.0.1")
+    own = {"GS_TRANSPORT": "grpc", "GS_WORKER_PORTS": f"{first}-{first + 9}"}
+    own |= {"GS_RECOVERY": "wait_rejoin", "GS_SNAPSHOT_EVERY": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "graphsplit", "run", "-n", "3", "--restarts", "1", *script]
+    die = ["--die", "1:BACKWARD:5", "--marks", str(tmp_path)]
+    flooder = [sys.executable, str(Path(__file__).with_name("flooder.py"))]
+    with subprocess.Popen(
+        [*command, *die], env={**os.environ, **own}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        said = []
+        while "all 3 workers registered" not in "".join(said[-1:]):
+            said.append(job.stdout.readline())
+            assert said[-1], "".join(said)
+        taken = (port for port in range(first, first + 10) if not is_free("127.0.0.1", port))
+        ports = list(taken)[:2]
+        floods = [subprocess.Popen([*flooder, str(port), str(JOB_FLOOD_S)]) for port in ports]
+        try:
+            output = "".join(said) + job.communicate(timeout=3 * DEADLINE_S)[0]
+            assert all(flood.poll() is None for flood in floods), "they have left before the job"
+        finally:
+            for flood in floods:
+                flood.kill()
+                flood.wait()
+    assert job.returncode == 0 and len(ports) == 2, output
+    assert "starting it again (0 restarts left)" in output
+    for rank in range(3):
+        lines = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
+        assert [line for line in lines if line in alone][-len(alone) :] == alone, output
+    assert len(output) < 100_000
