@@ -5,7 +5,12 @@ things ran is the schedule: it fits any graph, and it cannot deadlock, since it 
 clock is one on which a forward takes one unit and a backward two, or that of measured costs.
 
 Each segment meets the microbatches in their order, forward and backward, and gradients are added in
-that order.
+that order. Those of several lanes take turns, so that the replicas behind them work at the same
+time::
+
+    worker 0   F0 F2 F1 F3                         lanes of microbatches 0 1, and 2 3
+    worker 1      F0 F1 B0 ...
+    worker 2         F2 F3 B2 ...
 """
 
 from __future__ import annotations
@@ -76,29 +81,34 @@ class _RulePlay(EventLoop):
         self.rule = rule
         self.clock = clock
         self.num_microbatches = num_microbatches
+        self.turns = _turns(plan, num_microbatches)
         first, last = rule.ends or (num_microbatches, 0)
-        self.whole = range(first, num_microbatches - last)  # microbatches with a whole backward
+        self.whole = range(first, num_microbatches - last)  # turns with a whole backward
         self.tasks = Tasks(plan, plan.splits if rule.splits else ())
         self.followers = self.tasks.followers()
         self.worker_of = {task: self.tasks.worker_of(task) for task in self.tasks.waits}
         self.missing: dict[Instruction, int] = dict(self.tasks.instructions(num_microbatches))
         workers = range(plan.num_workers)
         self.group = len(set(self.worker_of.values())) if rule.in_groups else 1
-        # What can run, by worker: forwards, backwards with sums, and weight gradients.
+        self.late = self.tasks.late()
+        # What can run, by worker: forwards, backwards with sums, weight gradients, and late sums.
         self.forward: list[list[_Ready]] = [[] for _ in workers]
         self.backward: list[list[_Ready]] = [[] for _ in workers]
         self.fillers: list[list[_Ready]] = [[] for _ in workers]
+        self.last: list[list[_Ready]] = [[] for _ in workers]
         self.orders: list[list[Instruction]] = [[] for _ in workers]
         self.limits = rule.warm_up.limits(self.tasks, more=rule.more)
         self.most = max(self.limits, default=1)
-        self.begun = [0] * plan.num_workers  # microbatches
+        self.begun: list[set[int]] = [set() for _ in workers]  # microbatches
         self.open = [0] * plan.num_workers  # forwards whose backward is still to run
         self.forwards = [0] * plan.num_workers  # still to run
+        self.own = [0] * plan.num_workers  # all that is still to run, but for late sums
         # By worker and microbatch: computations still to run, with and without weight gradients.
         self.left = [[0] * num_microbatches for _ in workers]
         self.left_urgent = [[0] * num_microbatches for _ in workers]
         for instruction in self.missing:
             worker = self._worker(instruction)
+            self.own[worker] += not self._is_late(instruction)
             if self._is_between_lanes(instruction):
                 continue  # it waits for other lanes, whose microbatches are under way elsewhere
             self.left[worker][instruction.microbatch] += 1
@@ -110,10 +120,13 @@ class _RulePlay(EventLoop):
         return self.worker_of[instruction.opcode, instruction.operand]
 
     def _is_between_lanes(self, instruction: Instruction) -> bool:
-        """Whether it waits for other lanes; so it fills the time in which nothing else may run."""
+        """Whether it waits for other lanes."""
         if instruction.opcode is Opcode.ACCUMULATE:
             return bool(self.plan.lanes) and self.plan.blocks_of(instruction.operand) is None
         return instruction.opcode in BETWEEN_LANES
+
+    def _is_late(self, instruction: Instruction) -> bool:
+        return (instruction.opcode, instruction.operand) in self.late
 
     def orders_of_all(self) -> tuple[Sequence[Instruction], ...]:
         for instruction, number in self.missing.items():
@@ -131,24 +144,27 @@ class _RulePlay(EventLoop):
         if instruction.opcode is Opcode.FORWARD:
             ready = self.forward
         elif instruction.opcode is Opcode.BACKWARD_WEIGHT:
-            if instruction.microbatch in self.whole:  # it was a part of the backward
+            if self._is_whole(instruction):  # it was a part of the backward
                 self._finish(worker, instruction)
                 return
             ready = self.fillers
-        elif self._is_between_lanes(instruction):
-            ready = self.fillers  # what other lanes send may be late
+        elif self._is_late(instruction):
+            ready = self.last  # however quick others are, this worker's own need not wait for them
         heapq.heappush(ready[worker], (*self._place(instruction), instruction))
         self.stirred.append(worker)
 
     def _place(self, instruction: Instruction) -> tuple[int, int, int, int]:
-        """The order of what is ready: by microbatch, backward from the deepest level, then sums."""
+        """The order of what is ready: by turn, backward from the deepest level, then sums."""
         opcode, operand = instruction.opcode, instruction.operand
-        segments, microbatch = self.plan.segments, instruction.microbatch
+        segments, turn = self.plan.segments, self.turns[instruction.microbatch]
         if opcode is Opcode.FORWARD:
             level = segments[operand].level
         else:
             level = 1 if opcode in BETWEEN_LANES else -segments[operand].level
-        return microbatch // self.group, level, microbatch, operand
+        return turn // self.group, level, turn, operand
+
+    def _is_whole(self, instruction: Instruction) -> bool:
+        return self.turns[instruction.microbatch] in self.whole
 
     def begin(self, worker: int) -> bool:
         """Begin what the rule prefers."""
@@ -159,10 +175,10 @@ class _RulePlay(EventLoop):
             ready = self.fillers[worker]
         instruction = heapq.heappop(ready)[-1]
         as_run = instruction
-        if instruction.opcode is Opcode.BACKWARD_INPUT and instruction.microbatch in self.whole:
+        if instruction.opcode is Opcode.BACKWARD_INPUT and self._is_whole(instruction):
             as_run = Instruction(Opcode.BACKWARD, instruction.operand, instruction.microbatch)
         self.orders[worker].append(as_run)
-        self.begun[worker] = max(self.begun[worker], instruction.microbatch + 1)
+        self.begun[worker].add(instruction.microbatch)
         if instruction.opcode is Opcode.FORWARD:
             self.open[worker] += self.tasks.backward(instruction.operand) in self.worker_of
         when = self.now + self.clock.seconds(as_run, worker)
@@ -179,7 +195,7 @@ class _RulePlay(EventLoop):
             return False
         operand, microbatch = instruction.operand, instruction.microbatch
         later = Instruction(Opcode.BACKWARD_WEIGHT, operand, microbatch)
-        return microbatch in self.whole and self.missing[later] > 1
+        return self._is_whole(instruction) and self.missing[later] > 1
 
     def _preferred(self, worker: int) -> list[_Ready]:
         """Where to take the next computation of a worker from; empty if it has to wait."""
@@ -190,19 +206,19 @@ class _RulePlay(EventLoop):
             return backward
         if forward and self._may_start(worker, forward[0][-1]):
             return forward
-        return backward or self.fillers[worker]
+        return backward or self.fillers[worker] or ([] if self.own[worker] else self.last[worker])
 
     def _may_start(self, worker: int, instruction: Instruction) -> bool:
         limit = self.limits[worker]
         if self.rule.warm_up is WarmUp.BY_CHUNK:
             return self.open[worker] < limit
         begun = self.begun[worker]
-        if self.rule.warm_up is WarmUp.NONE or instruction.microbatch < begun:
+        if self.rule.warm_up is WarmUp.NONE or instruction.microbatch in begun:
             return True
-        if sum(left > 0 for left in self.left_urgent[worker][:begun]) >= limit:
+        if sum(self.left_urgent[worker][m] > 0 for m in begun) >= limit:
             return False
         return not self.rule.splits or (
-            sum(left > 0 for left in self.left[worker][:begun]) < max(limit, self.most)
+            sum(self.left[worker][m] > 0 for m in begun) < max(limit, self.most)
         )
 
     def _allow_one_more(self) -> None:
@@ -214,6 +230,7 @@ class _RulePlay(EventLoop):
     def _finish(self, worker: int, instruction: Instruction) -> None:
         opcode, microbatch = instruction.opcode, instruction.microbatch
         is_counted = not self._is_between_lanes(instruction)
+        self.own[worker] -= not self._is_late(instruction)
         self.left[worker][microbatch] -= is_counted
         self.left_urgent[worker][microbatch] -= is_counted and opcode is not Opcode.BACKWARD_WEIGHT
         self.forwards[worker] -= opcode is Opcode.FORWARD
@@ -237,3 +254,17 @@ class _RulePlay(EventLoop):
         self.missing[instruction] -= 1
         if self.missing[instruction] == 0:
             self._push(instruction)
+
+
+def _turns(plan: PartitionPlan, num_microbatches: int) -> list[int]:
+    """The turn of each microbatch: lanes take turns, longer ones more often."""
+    come = {
+        microbatch: (index + 0.5) / len(lane)
+        for lane in plan.lanes
+        for index, microbatch in enumerate(lane)
+    }
+    line = sorted(range(num_microbatches), key=lambda m: (come.get(m, 0.0), m))
+    turns = [0] * num_microbatches
+    for turn, microbatch in enumerate(line):
+        turns[microbatch] = turn
+    return turns

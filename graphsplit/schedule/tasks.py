@@ -84,12 +84,17 @@ class Tasks:
                     self.waits[task] += [(before, number) for number in apart]
 
     def _collect_buffer_updates(self) -> None:
-        """Into buffers microbatches are folded in order, each once forward has come past."""
+        """Into buffers microbatches are folded in order, each once backward has come past.
+
+        A fold may write to values of forward once more, which autograd would take for a change.
+        """
         for first, chain in self.plan.chains.items():
             for lane in range(len(chain.workers)):
                 task = (Opcode.FOLD, first + lane * self.plan.num_values)
                 sources = sorted(sources_of(self.plan, chain, lane))
-                self.waits[task] = [(task, 1), *(((Opcode.FORWARD, s), 0) for s in sources)]
+                passes = ((self.backward(s), (Opcode.FORWARD, s)) for s in sources)
+                done = (back if back in self.waits else forward for back, forward in passes)
+                self.waits[task] = [(task, 1), *((one, 0) for one in done)]
                 if lane:
                     self.waits[task].append(((Opcode.FOLD, task[1] - self.plan.num_values), 1))
 
@@ -116,6 +121,20 @@ class Tasks:
             chain = self.plan.chains[self.plan.in_first_lane(operand)]
             return chain.workers[self.plan.lane_of(operand)]
         return self.plan.segments[operand].worker
+
+    def late(self) -> frozenset[Task]:
+        """The sums between lanes that wait for what others make, themselves or for each other.
+
+        No forward and no backward waits for them.
+        """
+        found: set[Task] = set()
+        sums = (task for task in self.waits if task[0] in BETWEEN_LANES and self.plan.lanes)
+        for task in sorted(sums, key=lambda task: (task[1], BETWEEN_LANES.index(task[0]))):
+            worker = self.worker_of(task)
+            waits = (earlier for earlier, _ in self.waits[task])
+            if any(self.worker_of(one) != worker or one in found for one in waits):
+                found.add(task)
+        return frozenset(found)
 
     def followers(self) -> dict[Task, list[tuple[Task, int]]]:
         """For each task, the tasks that wait for it, each with the distance in microbatches."""

@@ -6,8 +6,10 @@ for other graphs levels take the place of stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
+from graphsplit.partition.segments import Segment
 from graphsplit.schedule.tasks import Tasks
 
 
@@ -15,7 +17,7 @@ class WarmUp(Enum):
     """A rule for what may be under way.
 
     Attributes:
-        NONE: No limit.
+        NONE: No limit. What the others say is said of each lane of microbatches, and added.
         BY_LEVEL: As many microbatches as there are levels from the worker's first segment down to
             the last one (PipeDream-Flush, arXiv:2006.09503).
         BY_CHUNK: Counts forwards whose backward is still to run: for worker ``r`` of ``P``, with
@@ -34,9 +36,18 @@ class WarmUp(Enum):
             more: How much more than the rule says.
         """
         plan = tasks.plan
-        segments = plan.segments
+        limits = [0] * plan.num_workers
+        lanes: dict[int, list[Segment]] = {}
+        for segment in plan.segments:
+            lanes.setdefault(plan.lane_of(segment.nodes[0]), []).append(segment)
+        for segments in lanes.values():
+            for worker, limit in self._of_lane(tasks, segments).items():
+                limits[worker] += limit
+        return [max(1, limit + more) for limit in limits]
+
+    def _of_lane(self, tasks: Tasks, segments: Sequence[Segment]) -> dict[int, int]:
         backward = [s for s in segments if tasks.backward(s.index) in tasks.waits]
-        limits = [1] * plan.num_workers
+        limits = {segment.worker: 1 for segment in segments}
         if self is WarmUp.BY_CHUNK:
             levels: dict[int, list[int]] = {}
             for segment in backward:
@@ -49,4 +60,4 @@ class WarmUp(Enum):
             last = max((segment.level for segment in backward), default=0)
             for segment in segments:
                 limits[segment.worker] = max(limits[segment.worker], last - segment.level + 1)
-        return [max(1, limit + more) for limit in limits]
+        return limits

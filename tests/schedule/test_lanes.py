@@ -1,0 +1,65 @@
+"""Microbatches of several lanes take turns, and nobody's own work waits for sums of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.program.instruction import BACKWARD, Opcode
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+_captures = Captures()
+_OWN = (Opcode.FORWARD, *BACKWARD)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2))
+    return nn.Sequential(nn.Linear(6, 6), body, nn.Dropout(0.2), nn.Linear(6, 6))
+
+
+def _place(net: Any) -> None:
+    net.place("MS_WORKER", 0)
+    net[1].place("MS_WORKER", [1, 2])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved_1f1b"])
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_replicas_behind_one_worker_get_their_microbatches_in_turn(
+    schedule: str, order: Any
+) -> None:
+    cluster = assert_same_bits(
+        _net,
+        batches_of(16, 6, num=2),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=_place,
+        microbatches=8,
+        gradient_order=order,
+        schedule=schedule,
+        captures=_captures,
+    )
+    planned = next(iter(cluster.workers[0].planner._plans.values()))
+    stem, *replicas = (
+        [i for i in program.instructions if i.opcode in (*_OWN, Opcode.RECEIVE)]
+        for program in planned.programs
+    )
+    first = planned.plan.segments[0]
+    begun = [
+        i.microbatch
+        for i in stem
+        if i.opcode is Opcode.FORWARD and planned.plan.segments[i.operand].level == first.level
+    ]
+    if schedule != "interleaved_1f1b":  # in groups of as many as there are workers
+        assert begun == [0, 4, 1, 5, 2, 6, 3, 7]
+    for rank, instructions in enumerate(replicas, 1):
+        while instructions[-1].opcode is Opcode.RECEIVE:
+            instructions.pop()
+        for one in instructions[2:]:  # behind the borrowed parameters: nothing of the other one
+            if one.opcode is Opcode.RECEIVE:
+                assert planned.plan.edges[one.operand].source == 0, rank
