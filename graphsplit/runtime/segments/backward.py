@@ -127,6 +127,8 @@ class BackwardBinder:
         losses = {root for root in io.roots if self._plan.in_first_lane(root) == loss}
         parameters = [self._state[p] for p in io.parameters]
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
+        nodes, contributions = self._plan.placed.graph.nodes, self._plan.contributions
+        state_leaves = [nodes[contributions[c].value].is_state for c in leaves]
         made = frozenset(made_leaves(self._plan, instruction))
         is_microbatched = self._plan.is_microbatched
         is_apart = instruction.opcode is Opcode.BACKWARD_INPUT
@@ -167,7 +169,7 @@ class BackwardBinder:
                 state.collected[microbatch].update(zip(leaves, found, strict=True))
                 return
             fresh = [parameter for parameter in parameters if parameter.grad is None]
-            results = backward(tensors, incoming, inputs, asking)
+            results = backward(tensors, incoming, inputs, asking, state_leaves)
             state.collected[microbatch].update(
                 (c, result) for c, result in zip(leaves, results, strict=True) if c in made
             )
@@ -311,22 +313,25 @@ def backward(
     root_gradients: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
+    state_leaves: Sequence[bool] = (),
 ) -> list[Gradient]:
     """Backward of one segment.
 
     Autograd adds to ``.grad`` of each parameter as soon as its gradient is there, and frees it. So
-    a segment never holds the gradients of all its weights a second time.
+    a segment never holds the gradients of all its weights a second time. Of a leaf that stands for
+    a parameter ``.grad`` is taken, too: no backward goes on from there.
 
     Args:
         roots: Where it begins.
         root_gradients: Their gradients.
         leaves: What others sent. None stands for a value of a branch that was not taken.
         parameters: What gets a ``.grad``.
+        state_leaves: For each leaf, whether it stands for a parameter; empty: none does.
 
     Returns:
-        The raw gradient of each leaf, with the strides autograd gave it: what ``.grad`` of a leaf
-        holds may have been laid out anew, and other strides can mean other bits further on. None
-        where nothing flows.
+        The gradient of each leaf; of values the raw one, with the strides autograd gave it: what
+        ``.grad`` of a leaf holds may have been laid out anew, and other strides can mean other bits
+        further on. None where nothing flows.
     """
     found: list[Gradient] = [None] * len(leaves)
     there = [leaf for leaf in leaves if leaf is not None]
@@ -336,7 +341,7 @@ def backward(
     nodes = [
         _take_instead_of_adding(leaf, found, index)
         for index, leaf in enumerate(leaves)
-        if leaf is not None
+        if leaf is not None and not (state_leaves and state_leaves[index])
     ]
     OwnHooks.count += len(nodes)
     # What torch.autograd.backward calls once it has checked its arguments, which takes it longer
@@ -351,6 +356,9 @@ def backward(
         accumulate_grad=True,
     )
     del nodes
+    for index, leaf in enumerate(leaves if any(state_leaves) else ()):
+        if leaf is not None and state_leaves[index]:
+            found[index], leaf.grad = leaf.grad, None
     return found
 
 
