@@ -374,6 +374,7 @@ class ReadRecorder:
     def _read_all_of(self, one: Any) -> None:
         """``vars(one)`` or a copy may be used for anything; torch takes those of modules often."""
         asker: Any = sys._getframe(3)
+        asker = asker.f_back if is_own(asker.f_code.co_filename) else asker  # a watched ``vars``
         held = own_dictionary(one)
         if held is None or id(held) in self._meeting.made:
             return
@@ -384,8 +385,7 @@ class ReadRecorder:
             return
         label = self._label_of(one)
         self._meeting.note_all_of(one, label)
-        asker = users_frame(asker)
-        texts = asker.f_code.co_consts if asker is not None else ()
+        texts = found.f_code.co_consts if (found := users_frame(asker)) else ()
         for text in texts:  # vars(one).get("name"), which is not there yet
             if isinstance(text, str) and text.isidentifier() and text not in held:
                 self._meeting.note(entry(held, text, f"{label}.{text}", *self._where(held)))

@@ -72,6 +72,19 @@ class WarmingUp(Base):
         return made * self.width
 
 
+class ByVars(Base):
+    """Changes an attribute through the dictionary of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vars(self)["calls"] += 1
+        made: torch.Tensor = self.second(self.first(x)) * self.calls
+        return made
+
+
 def place(net: Any) -> None:
     net.first.place("MS_WORKER", 0)
     net.second.place("MS_WORKER", 1)
@@ -91,7 +104,7 @@ def trained(make: type[nn.Module], microbatches: int = 1) -> SimulatedCluster:
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("make", [Rescaled, Alternating, WarmingUp])
+@pytest.mark.parametrize("make", [Rescaled, Alternating, WarmingUp, ByVars])
 def test_graphs_follow_the_attributes_that_forward_sets(
     make: type[nn.Module], microbatches: int
 ) -> None:
