@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "launchers"))
 
 from common import Row, Samples, checked, parser, timed, words_of
-from common_cluster import report, run
+from common_cluster import Report, report, run
 from common_models import CASES, Case, place_all
 from ssh_hosts import ROOT, Cluster, cluster, networked, of_the_test, run_command
 
@@ -121,6 +121,18 @@ def shaped(folder: Path, rate: str) -> Iterator[tuple[Cluster, list[str]]]:
             shape = f"qdisc add dev eth0 root tbf rate {rate}mbit burst {burst} latency 50ms"
             subprocess.run(["tc", "-n", name, *shape.split()], check=True)
         yield hosts, ["ip", "netns", "exec", names[0]]
+
+
+def on_cable(script: str, rate: str, arguments: Namespace, **changed: Any) -> list[Report]:
+    """As ``launch``, each of two workers on a host of its own."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        more = {"json": None, "notes": None, "address": "10.118.0.1", **changed}
+        given = words_of({**vars(arguments), **more})
+        own = {"MS_NODE_TIMEOUT": "600", "GS_BENCH_REPORT": made}
+        with shaped(folder, rate) as (hosts, inside):
+            launched(hosts, "-H", "a,b", "--", script, *given, inside=inside, **own)
+        return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
 def measured(name: str, rate: str, arguments: Namespace) -> tuple[list[float], float, str]:

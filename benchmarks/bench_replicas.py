@@ -1,12 +1,14 @@
 """A step of data parallelism on two workers, against DistributedDataParallel on Gloo.
 
     python benchmarks/bench_replicas.py [--rounds 9] [--steps 4] [--launches 3] [--parts 8 2]
-        [--network gpt resnet] [--order pairs left] [--json FILE]
+        [--network gpt resnet] [--order pairs left] [--cable 1gbit] [--json FILE]
 
 The same two processes hold both networks, made from one seed, and train them on the same batches in
 turn. A batch has 16 rows in 8 parts, or in 2. ``net.place([0, 1])`` gives each worker half of the
 parts; DistributedDataParallel gets the same parts, all but the last of each process inside
 ``no_sync``. Both have SGD with momentum.
+
+With ``--cable`` the workers are on two hosts, as in ``bench_hosts.py`` (as root).
 
 Ours is compared with the plain loop over all parts, after the first epoch, byte by byte.
 DistributedDataParallel adds in another order, so its bits are its own.
@@ -15,12 +17,14 @@ DistributedDataParallel adds in another order, so its bits are its own.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
 
 import torch
 import torch.distributed as dist
+from bench_hosts import on_cable
 from common import Row, parser
 from common_cluster import (
     agreed,
@@ -91,7 +95,9 @@ def _loop(case: Case, batches: Sequence[Batch], parts: int, order: str) -> nn.Mo
 def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
     rank = gs.get_rank()
-    address = f"tcp://127.0.0.1:{arguments.port}"
+    address = f"tcp://{arguments.address}:{arguments.port}"
+    if arguments.cable:
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_WORKERS)
     (name,), (parts,), (order,) = arguments.network, arguments.parts, arguments.order
     case = CASES[f"{name}-replicas"]
@@ -111,13 +117,17 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """One row for each network, number of parts and order of sums."""
     for name, parts, order in product(arguments.network, arguments.parts, arguments.order):
         changed = {"network": [name], "parts": [parts], "order": [order]}
+        changed["port"] = free_port()
         launches = [
-            launch(__file__, NUM_WORKERS, arguments, port=free_port(), **changed)
+            on_cable(__file__, arguments.cable, arguments, **changed)
+            if arguments.cable
+            else launch(__file__, NUM_WORKERS, arguments, **changed)
             for _ in range(arguments.launches)
         ]
         what = CASES[f"{name}-replicas"].title
         yield row_of(
-            f"{what}, on 2 replicas, {parts} parts, {order}",
+            f"{what}, on 2 replicas, {parts} parts, {order}"
+            + (f", a cable of {arguments.cable}" if arguments.cable else ""),
             *(launches, OURS, DDP),
             reach=1.0 if order == "pairs" else None,
         )
@@ -132,6 +142,8 @@ def main() -> None:
     )
     options.add_argument("--parts", type=int, nargs="+", default=[8, 2])
     options.add_argument("--order", nargs="+", choices=("pairs", "left"), default=["pairs", "left"])
+    options.add_argument("--cable", help="what joins two hosts, as 1gbit: see bench_hosts.py")
+    options.add_argument("--address", default="127.0.0.1", help=argparse.SUPPRESS)
     options.add_argument("--port", type=int, help=argparse.SUPPRESS)
     run(options, work, rows)
 
