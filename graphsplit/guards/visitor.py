@@ -224,6 +224,8 @@ class ValueVisitor:
         if isinstance(value, functools.partial):
             place = Place(PlaceKind.FIELD, value, "keywords", f"keywords of {label}")
             self.note(place)
+            for given in filter(_is_container, value.args):
+                self.note(itself(given, f"an argument of {label}"))
         for place in hidden_places(value, label):
             self.note(place)
             self.meet(place.read(), place.label)
@@ -311,6 +313,10 @@ class ValueVisitor:
         """The path of the module with a dictionary of attributes; None if there is none."""
         known = self.tables.get(id(held))
         return known[1] if known is not None else None
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, CONTAINERS)
 
 
 def _has_no_value(leaf: Any) -> bool:

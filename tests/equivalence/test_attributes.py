@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,6 +86,23 @@ class ByVars(Base):
         return made
 
 
+def _longer(past: list[int]) -> int:
+    past.append(1)
+    return len(past)
+
+
+class ByPartial(Base):
+    """Changes a list that only a ``functools.partial`` holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = partial(_longer, [])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x)) * self.count()
+        return made
+
+
 def place(net: Any) -> None:
     net.first.place("MS_WORKER", 0)
     net.second.place("MS_WORKER", 1)
@@ -104,7 +122,7 @@ def trained(make: type[nn.Module], microbatches: int = 1) -> SimulatedCluster:
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("make", [Rescaled, Alternating, WarmingUp, ByVars])
+@pytest.mark.parametrize("make", [Rescaled, Alternating, WarmingUp, ByVars, ByPartial])
 def test_graphs_follow_the_attributes_that_forward_sets(
     make: type[nn.Module], microbatches: int
 ) -> None:
