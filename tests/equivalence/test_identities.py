@@ -17,6 +17,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError
+from graphsplit.testing.equivalence import assert_same_bits
 
 assert threads_as_workers
 pytestmark = [
@@ -141,3 +142,26 @@ def test_a_tensor_that_becomes_a_key_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"puts a tensor into net\.rates as a key"):
         ThreadCluster(run, 2, is_recoverable=False).run()
+
+
+class _Masked(nn.Module):
+    """Leaves a mask out that masks nothing, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        if mask.sum() == mask.numel():
+            return h.sum()
+        return (h * mask).sum()
+
+
+def test_what_is_known_of_a_mask_is_compared() -> None:
+    ones, other = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 0, 1], [1, 1, 1]])
+    batches = [(torch.randn(2, 3), ones), (torch.randn(2, 3), ones)]
+    cut = {"num_workers": 2, "place": lambda net: net.fc.place("MS_WORKER", 1)}
+    assert_same_bits(_Masked, batches, **cut)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        assert_same_bits(_Masked, [(torch.randn(2, 3), other)], **cut)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ under ``id(weight)``, or under the weight itself, would not be found, and ``type
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,7 @@ _PLAIN_HASH: Any = torch.Tensor.__hash__
 _PLAIN_EQUAL: Any = torch.Tensor.__eq__
 
 
+@functools.wraps(_PLAIN_HASH)
 def _hash_of(one: torch.Tensor) -> int:
     """The hash of the tensor itself, but for torch's own code."""
     real, frame = _real_of(one), sys._getframe(1)
@@ -74,6 +76,7 @@ def _hash_of(one: torch.Tensor) -> int:
     return id(one if is_torchs else real)
 
 
+@functools.wraps(_PLAIN_EQUAL)  # modes of torch functions know calls by this name
 def _is_equal(one: torch.Tensor, other: Any) -> Any:
     is_same = one is not other and _real_of(one) is _real_of(other)
     return True if is_same else _PLAIN_EQUAL(one, other)
