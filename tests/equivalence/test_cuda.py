@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.errors import PlacementError
 from graphsplit.testing.equivalence import assert_same_bits
 
@@ -65,8 +66,22 @@ def test_cuts_on_the_gpu() -> None:
             )
 
 
-def test_dropout_there_on_one_worker_alone() -> None:
-    assert_same_bits(lambda: Net(0.5), BATCHES, num_workers=1, loss_fn=nn.CrossEntropyLoss())
+def test_dropout_there_in_one_process() -> None:
+    found: list[list[torch.Tensor]] = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        net, loss_fn = Net(0.5), nn.CrossEntropyLoss()
+        optimizer = adamw(net)
+        model = None if is_plain else gs.Model(net, loss_fn=loss_fn, optimizer=optimizer)
+        for x, y in BATCHES:
+            if model is not None:
+                model.train_step(x, y)
+                continue
+            optimizer.zero_grad()
+            loss_fn(net(x), y).backward()
+            optimizer.step()
+        found.append([*net.parameters(), torch.cuda.get_rng_state()])
+    assert all(map(torch.equal, *found))
 
 
 def test_dropout_there_on_several_workers_is_refused() -> None:
