@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphsplit.errors import TransportError
 from graphsplit.torch_ext.private import nccl_group
 from graphsplit.transport.credit import Arrived
 from graphsplit.transport.frame import MESSAGE, Frame
@@ -50,6 +51,9 @@ class DeviceWire:
 
     Attributes:
         lock: Held while a record and its payload are posted, so that both have one order.
+
+    Raises:
+        TransportError: NCCL refuses the pair, as it does two workers on one GPU.
     """
 
     def __init__(self, meeting: Rendezvous, device: torch.device) -> None:
@@ -64,7 +68,13 @@ class DeviceWire:
         self._receives = self._groups[1 - meeting.rank]
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
-        self._make_communicators(meeting.rank)
+        try:
+            self._make_communicators(meeting.rank)
+        except RuntimeError as error:  # refused: two workers on one GPU, or other versions
+            raise TransportError(
+                f"NCCL does not join these two workers; it wants a GPU for each, as by "
+                f"CUDA_VISIBLE_DEVICES, or GS_TRANSPORT=auto: {str(error).splitlines()[0]}"
+            ) from None
 
     def _make_communicators(self, rank: int) -> None:
         """NCCL makes a communicator at its first operation, when both sides must be there."""
