@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.compiled import (
     HAS_CLASS,
+    HAS_DICTIONARY,
     HAS_LENGTH,
     HAS_VERSION,
     IS_AT,
@@ -162,7 +164,7 @@ class Guards:
     Args:
         watched: The places that were read.
         tensors: Tensors that are no state, but whose values code may have looked at.
-        types: Objects, each with the class that it had.
+        types: Objects that were read: each must have the class and the dictionary that it had.
         lifted: Places whose values are operands of the graph: only their types count.
         with_switches: Whether PyTorch's own switches count.
     """
@@ -181,6 +183,8 @@ class Guards:
         self._types = [type(place.read()) for place in self.lifted]
         self._free = {place.identity for place in self.lifted}
         self._classes = [(one, type(one)) for one in (types or {}).values()]
+        owners = [(one, own_dictionary(one)) for one, _ in self._classes]
+        self._owners = [(one, held) for one, held in owners if held is not None]
         self._versions = [(t, writes_of(t), t.requires_grad) for t in tensors]
         self._switches = _switches() if with_switches else None
         self._compile()
@@ -279,6 +283,11 @@ class Guards:
             if type(one) is not kind:
                 place = Place(PlaceKind.FIELD, one, "__class__", f"the class of a {kind.__name__}")
                 yield Failure(place, kind, type(one))
+        for one, held in self._owners:
+            if own_dictionary(one) is not held:
+                label = f"the __dict__ of a {type(one).__name__}"
+                place = Place(PlaceKind.FIELD, one, "__dict__", label)
+                yield Failure(place, "one dictionary", "another one")
         for tensor, version, is_marked in self._versions:
             label = f"a {list(tensor.shape)} tensor that is neither parameter nor buffer"
             if tensor.requires_grad is not is_marked:
@@ -308,6 +317,8 @@ class Guards:
         for watched in self.watched:
             self._add(watched.place, watched.value, is_structure=watched.is_structure)
         self._rows[HAS_CLASS, object] += self._classes
+        asked = object.__getattribute__
+        self._rows[HAS_DICTIONARY, object] += [(one, held, asked) for one, held in self._owners]
         self._rows[HAS_VERSION, torch.Tensor] += self._versions
         self._num_rows = sum(map(len, self._rows.values()))
         in_dictionaries = (IS_AT, dict), (IS_NOT_IN, dict)

@@ -22,6 +22,7 @@ IS_FIELD = {
     name: f"{{0}}.{name} is {{1}}" for name in ("__code__", "__defaults__", "__kwdefaults__")
 }
 HAS_CLASS = "type({0}) is {1}"
+HAS_DICTIONARY = "{2}({0}, '__dict__') is {1}"  # by what asks without the class's own code
 HAS_VERSION = f"{{0}}.{WRITES} == {{1}} and {{0}}.requires_grad is {{2}}"
 HAS_LENGTH = "len({0}) == {1}"
 _AT_ONCE = 32  # rows that one function compares

@@ -80,7 +80,7 @@ class ReadRecorder:
             anything else that.
 
     Attributes:
-        touched: Every module of which something was read, by the identity of its dictionary.
+        touched: Every module and object that was read, by the identity of its dictionary.
         by_name: Stands for functions of Python's own.
     """
 
@@ -91,7 +91,7 @@ class ReadRecorder:
         is_paused: Callable[[], bool],
         real_of: Callable[[Any], Any],
     ) -> None:
-        self.touched: dict[int, nn.Module] = {}
+        self.touched: dict[int, Any] = {}
         self._seen: dict[tuple[int, str], Any] = {}
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
@@ -346,10 +346,10 @@ class ReadRecorder:
         known = self._meeting.tables.get(id(held))
         if known is None and isinstance(one, nn.Module):
             return  # torch's own, while it records
-        if known is not None:
-            if type(known[0]).__module__.startswith("graphsplit."):
-                return  # what holds the network and the loss
-            self.touched[id(held)] = known[0]
+        if known is not None and type(known[0]).__module__.startswith("graphsplit."):
+            return  # what holds the network and the loss
+        if held is not None and not isinstance(one, torch.Tensor):  # planning moves tensors
+            self.touched[id(held)] = one
         # Each call below would be told to what watches the user's code, ten times its own cost.
         seen_by, traced_by = sys.getprofile(), sys.gettrace()
         is_ours = isinstance(seen_by, MethodType)  # a profiler in C, of the script, goes on

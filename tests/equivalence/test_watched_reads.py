@@ -544,3 +544,57 @@ def test_what_nothing_watches_is_found_by_capturing_again(
             )
     finally:
         sys.setswitchinterval(before)
+
+
+class _OfObjects(nn.Module):
+    """Reads an attribute of an object, one of a module, and one of the loss's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.held = nn.Linear(3, 4), nn.Linear(4, 4), Base()
+        self.held.weight = 1.0
+        self.first.scale = 1.0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.first(x) * self.held.weight * self.first.scale)
+        return found
+
+
+class _Halved(Base):
+    @property
+    def weight(self) -> float:  # type: ignore[override]
+        return 0.5
+
+
+def _another_dictionary(one: Any, name: str) -> None:
+    one.__dict__ = {**vars(one), name: 0.5}
+
+
+_PUT_IN_PLACE: dict[str, Callable[[Any], None]] = {
+    "the dictionary of an object": lambda net: _another_dictionary(net.held, "weight"),
+    "the dictionary of a module": lambda net: _another_dictionary(net.first, "scale"),
+    "the class of an object": lambda net: setattr(net.held, "__class__", _Halved),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("what", _PUT_IN_PLACE)
+def test_what_is_put_in_place_of_all_attributes_counts(what: str, microbatches: int) -> None:
+    def change(step: int, net: Any, loss: Any) -> None:
+        if step == 1:
+            _PUT_IN_PLACE[what](net)
+
+    def place(net: Any) -> None:
+        net.first.place("MS_WORKER", 0)
+        net.last.place("MS_WORKER", 1)
+
+    assert_same_bits(
+        _OfObjects,
+        batches_of(4, 3),
+        steps=3,
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        before_step=change,
+        microbatches=microbatches,
+    )

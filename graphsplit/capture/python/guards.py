@@ -271,10 +271,11 @@ class StateWatch:
         ]
         for module in of_calls:
             recorder.touch(module)
-        for module in recorder.touched.values():
+        modules = [one for one in recorder.touched.values() if isinstance(one, nn.Module)]
+        for module in modules:
             self._check_parameters(module, recorder.label(module))
             watched += _structure(module, recorder.label(module), recorder.path(module))
-        names = recorder.names | names_used_by(map(type, recorder.touched.values()))
+        names = recorder.names | names_used_by(map(type, modules))
         watched += [
             Watched(place, outside(place.holder, place.key, place.read()))
             for place in torch_places(names)
