@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch.fx import GraphModule
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
 
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.nodes import build_nodes
@@ -42,7 +43,6 @@ from graphsplit.capture.python.trained_marks import marked_as_left
 from graphsplit.capture.record_program import Export, Recorded, record_program
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.old_values import keep_old_values
-from graphsplit.capture.state.tied import state_placeholders, unite_tied
 from graphsplit.capture.structure import Structure, take_apart
 from graphsplit.errors import CaptureError
 from graphsplit.guards.places import Place
@@ -313,3 +313,21 @@ def _name_modules_inside(graph_module: GraphModule, root: nn.Module) -> None:
             keys = [str(key).partition("@")[0] for key in stack]
             known = {paths[key]: (paths[key], "") for key in keys if key in paths}
             node.meta["nn_module_stack"] = known
+
+
+def state_placeholders(program: ExportedProgram) -> dict[str, str]:
+    """Placeholders of parameters and buffers, each with the qualified name of its tensor."""
+    signature = program.graph_signature
+    return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+
+
+def unite_tied(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -> None:
+    """Let all uses of a tied tensor be uses of its first placeholder: it is one memory."""
+    names = state_placeholders(program)
+    first: dict[int, Node] = {}
+    for node in program.graph.nodes:
+        if node.op != "placeholder" or node.name not in names:
+            continue
+        known = first.setdefault(id(state[names[node.name]]), node)
+        if known is not node:
+            node.replace_all_uses_with(known)

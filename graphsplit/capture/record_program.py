@@ -7,7 +7,7 @@ and the network recorded again. So one placed module more is one operation, on i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,10 +27,9 @@ from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
 from graphsplit.capture.opaque.padded_layers import padded_layers_whole
 from graphsplit.capture.opaque.record import OpaqueRecorder
-from graphsplit.capture.operations.opaque_call import put_in_place
+from graphsplit.capture.operations.opaque_call import OpaqueCall, put_in_place
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
-from graphsplit.capture.python.state_of_calls import refuse_reads_of_changed
 from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.state.attributes import Attributes, Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep
@@ -41,6 +40,8 @@ from graphsplit.capture.unrecordable_effects import (
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.guards.values import differences, freeze
+from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import schema_of
 
 
@@ -278,3 +279,53 @@ def _module_of(root: nn.Module, node: Node) -> nn.Module:
     top, _, inner = path.partition(".")
     # While export records, its own root comes first.
     return root.get_submodule(path if hasattr(root, top) else inner)
+
+
+# State that calls kept whole change, and the code around them reads.
+#
+# A call kept whole leaves no trace while a step is recorded. So what is read after it, outside of
+# it, is not what eager mode would find there.
+
+
+def refuse_reads_of_changed(calls: Iterable[OpaqueCall], noted: Iterable[Noted]) -> None:
+    """Refuse forward that reads what a call kept whole changes when it is called.
+
+    What is changed only in backward is what eager's forward finds at the next step, too; but not
+    at the next microbatch. There it counts as if the call read it.
+
+    Args:
+        calls: The calls.
+        noted: The places that were read outside of them.
+
+    Raises:
+        CaptureError: Names both lines.
+    """
+    places = [one for one in noted if one.is_read]
+    for call in calls:
+        for one in _touched(call, call.reached.left, places):
+            raise _refusal(call, one[0])
+        late = frozenset(key for _, key in _touched(call, call.reached.left_late, places))
+        call.reached.in_forward |= late
+
+
+def _touched(
+    call: OpaqueCall, left: Mapping[Any, Any], places: Iterable[Noted]
+) -> Iterator[tuple[Noted, Any]]:
+    """The places that hold something else after a change, each with the key of what changed."""
+    for key, state in left.items():
+        holder = call.reached.holders[key]
+        if not holder.decides or holder.is_tensor or holder.is_generator:
+            continue
+        before = [(one, freeze(one.place.read())) for one in places]
+        with call.reached.as_left(key, state):
+            found = [one for one, was in before if any(differences(was, one.place.read()))]
+        yield from ((one, key) for one in found)
+
+
+def _refusal(call: OpaqueCall, one: Noted) -> CaptureError:
+    return CaptureError(
+        f"{call.label} changes {one.place.label}, which is read outside of it as well; the graph "
+        f"would keep what was there before the change\n  {call.source}\n  {one.place.source}\n"
+        f"  Fix: return what it counts as a tensor, or keep all that reads it whole together, with "
+        f"gs.opaque."
+    )

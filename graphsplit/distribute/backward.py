@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 
+from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.distribute.calls import Call, steps_behind
 from graphsplit.distribute.forms import Following, casting_dtype
-from graphsplit.distribute.hooks import leaving_state
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
 from graphsplit.distribute.workers.asking import numbers_behind, tell
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job.script import ModelCall
+from graphsplit.optimizers.parameter_hooks import HookState, draws, hooks_of, line_of, state_of
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
 from graphsplit.torch_ext.attributes import GRADIENT_HOOKS, sequence_number
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -400,3 +403,56 @@ _HOOKED = (
     "  Fix: use register_post_accumulate_grad_hook, or call backward for each use."
 )
 SPECIAL.update(backward=_backward, grad=_grad)
+
+
+# Hooks on parameters: each runs on its parameter's worker, and must leave Python's state alone.
+#
+# In one process a counter that hooks keep counts all of them. Here each worker would count its own.
+# Hooks may change gradients and step optimizers; what the script keeps of a gradient it takes from
+# ``p.grad`` after backward, which is the same on every worker.
+
+_known: dict[tuple[int, ...], tuple[list[object], tuple[HookState, ...]]] = {}
+_MOST = 64
+
+
+@contextmanager
+def leaving_state(loop: Loop) -> Iterator[None]:
+    """Run a backward, which may come to hooks of parameters.
+
+    Raises:
+        OwnershipError: One that ran here has changed Python's state.
+    """
+    with DisableTorchFunctionSubclass():
+        parameters = chain.from_iterable(list(loop.here.values()))  # a network may go meanwhile
+        hooks = [hook for parameter in parameters for hook in hooks_of(parameter)]
+    if not hooks:
+        yield
+        return
+    with unchanged(_state_of(hooks), _error):
+        yield
+
+
+def _state_of(hooks: list[object]) -> tuple[HookState, ...]:
+    key = tuple(map(id, hooks))
+    if key not in _known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        held = {
+            holder.key: (holder, line_of(hook))
+            for hook in hooks
+            for holder in state_of(hook)
+            if holder.decides and not holder.is_tensor
+        }
+        _known[key] = hooks, tuple(held.values())  # held, so that nothing else gets their numbers
+    return _known[key][1]
+
+
+def _error(holder: Holder, line: str) -> OwnershipError:
+    if holder.is_generator:
+        return draws(line)
+    return OwnershipError(
+        f"a hook on a parameter{line} changes {holder.name} on the worker of the parameter alone; "
+        f"in one process the hooks of all parameters would\n"
+        f"  Fix: look at p.grad after backward(), which is the same on every worker. A hook may "
+        f"change its gradient, step an optimizer, or write to tensors."
+    )

@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,12 +17,12 @@ from torch.nn.utils import stateless
 from graphsplit.batches.batch import Arguments
 from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
-from graphsplit.distribute import backward, many, methods  # noqa: F401  (operations on values)
+from graphsplit.distribute import backward, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.copies import as_copies, check_current, make_copies, others_of
 from graphsplit.distribute.forms import casting_dtype
-from graphsplit.distribute.gradients import Gradients
-from graphsplit.distribute.parameters import mark_of
+from graphsplit.distribute.parameters import Gradients, mark_of
+from graphsplit.distribute.states import state_of
 from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.distribute.workers.loop import Loop
@@ -400,3 +400,40 @@ _COMPILED = (
     "torch.compile around a distributed network would compile on each worker another part\n"
     "  Fix: leave torch.compile out, or use gs.Model(..., compile=True)."
 )
+
+
+# States of networks and optimizers, gathered once: then one worker may ask for them by itself.
+
+
+@contextmanager
+def gathered(
+    networks: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """Collective at its beginning: gather what ``state_dict()`` of all these gives.
+
+    Inside, ``state_dict()`` answers on each worker by itself, with all that all workers have. So
+    the code of a library that saves may run on one of them.
+
+    Args:
+        networks: Networks; those that are not distributed are left alone.
+        optimizers: Their optimizers.
+    """
+    with ExitStack() as stack:
+        for network in networks:
+            distributed = behind(network)
+            if distributed is not None:
+                stack.enter_context(_keeping(distributed, distributed.state_dict()))
+        for optimizer in optimizers:
+            state = state_of(optimizer)
+            if state is not None:
+                stack.enter_context(_keeping(state, state.gather(optimizer)))
+        yield
+
+
+@contextmanager
+def _keeping(holder: Any, whole: Any) -> Iterator[None]:
+    holder.kept = whole
+    try:
+        yield
+    finally:
+        holder.kept = None

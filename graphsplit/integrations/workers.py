@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from graphsplit.distribute.gathered import gathered
-from graphsplit.distribute.network import behind, distribute
+from graphsplit.distribute.network import behind, distribute, gathered
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined

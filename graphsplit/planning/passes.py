@@ -61,9 +61,9 @@ from graphsplit.rewrite.branches import take_branches_apart
 from graphsplit.rewrite.buffer_updates import take_updates_apart
 from graphsplit.rewrite.keep_together import keep_memory_together
 from graphsplit.rewrite.known_results import with_known_results
+from graphsplit.schedule.auto import policy_of
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.orders import checked
-from graphsplit.schedule.policies import policy_of
 from graphsplit.torch_ext.attributes import buffer_of_form
 from graphsplit.torch_ext.stand_ins import as_ordinary
 

@@ -41,11 +41,10 @@ from graphsplit.planning.passes import (
     lower_plan,
     make_plan,
 )
-from graphsplit.planning.progress import PlanningLines
+from graphsplit.planning.progress import PlanningLines, SizesSeen
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
 from graphsplit.planning.recordings import Match, Recordings, requires_grad_of
-from graphsplit.planning.size_warning import SizesSeen
 from graphsplit.planning.task import (
     Task,
     check_trained,
@@ -59,8 +58,8 @@ from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, descri
 from graphsplit.runtime.channels import first_received
 from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.schedule.auto import takes_costs
 from graphsplit.schedule.costs import Costs
-from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.steering import let_steer, owned_state
 
 _MAX_PLANS = 64

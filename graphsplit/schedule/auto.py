@@ -14,18 +14,19 @@ every worker.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from graphsplit.errors import ConfigurationError, ScheduleError
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
-from graphsplit.program.lower import lower
-from graphsplit.schedule.clock import CostClock
-from graphsplit.schedule.costs import Costs
+from graphsplit.program.lower import Policy, lower
+from graphsplit.schedule.costs import CostClock, Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import NAMED, RULES, ZERO_BUBBLE, Orders
 from graphsplit.schedule.play import Preference, play
@@ -185,3 +186,23 @@ def _limits(given: Any, num_workers: int) -> Mapping[int, int]:
 
 def _excess(choice: Choice, limits: Mapping[int, int]) -> int:
     return sum(max(0, choice.peak_bytes[worker] - limit) for worker, limit in limits.items())
+
+
+# The schedules that there are, by name, and what users give in their place.
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({"gpipe": NAMED["gpipe"], **NAMED, "auto": auto})
+# With one microbatch these are one and the same.
+_WHOLE = ("gpipe", "1f1b", "interleaved_1f1b")
+
+
+def policy_of(schedule: str | Policy, num_microbatches: int) -> Policy:
+    """The policy that a name stands for, or the user's own."""
+    if not isinstance(schedule, str):
+        return schedule
+    return POLICIES["gpipe" if num_microbatches == 1 and schedule in _WHOLE else schedule]
+
+
+def takes_costs(schedule: str | Policy) -> bool:
+    """Whether a policy asks, by a parameter ``costs``, for what steps were found to cost."""
+    policy = POLICIES[schedule] if isinstance(schedule, str) else schedule
+    return "costs" in inspect.signature(policy).parameters

@@ -23,7 +23,7 @@ from functools import partial
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.event_loop import EventLoop
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.schedule.clock import Clock, UnitClock
+from graphsplit.schedule.costs import Clock, UnitClock
 from graphsplit.schedule.tasks import BETWEEN_LANES, Tasks
 from graphsplit.schedule.warm_up import WarmUp
 

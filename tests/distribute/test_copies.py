@@ -19,7 +19,7 @@ from loops import Language, small
 from recovery_helpers import ThreadCluster, threads_as_workers
 
 import graphsplit as gs
-from graphsplit.distribute import hooks
+from graphsplit.distribute import backward
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
@@ -369,8 +369,8 @@ def test_a_network_may_go_while_a_backward_looks_for_hooks(monkeypatch: pytest.M
         Trained(gs.distribute)
         loop = Loop.of(joined.current())  # type: ignore[arg-type]
         loop.here, loop.singles = {"one": [torch.ones(1)], "two": [torch.ones(1)]}, {}
-        monkeypatch.setattr(hooks, "hooks_of", lambda tensor: loop.forget("two") or [])
-        with hooks.leaving_state(loop):
+        monkeypatch.setattr(backward, "hooks_of", lambda tensor: loop.forget("two") or [])
+        with backward.leaving_state(loop):
             return list(loop.here)
 
     assert ThreadCluster(run, 2, is_recoverable=False).run() == [["one"], ["one"]]

@@ -29,9 +29,9 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.step_state import StepState
+from graphsplit.schedule.auto import POLICIES
 from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.play import play
-from graphsplit.schedule.policies import POLICIES
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 

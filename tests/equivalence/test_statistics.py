@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphsplit.rewrite import statistics
-from graphsplit.rewrite.statistics import adds_so, fold_statistics
+from graphsplit.rewrite import buffer_updates
+from graphsplit.rewrite.buffer_updates import adds_so, fold_statistics
 
 SHAPES = [(4, 3), (2, 32, 7), (3, 5, 4, 4), (2, 64, 8, 8), (2, 9, 2, 3, 4), (3, 1, 5), (2, 17, 1)]
 
@@ -30,7 +30,7 @@ def test_statistics_of_any_input(
     layout: str, dtype: Any, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known:
-        monkeypatch.setattr(statistics, "adds_so", lambda _: False)
+        monkeypatch.setattr(buffer_updates, "adds_so", lambda _: False)
     generator = torch.Generator().manual_seed(1)
     for shape in SHAPES:
         for momentum in (0.1, 0.01, 0.9, 1 / 3, 0.0, 1.0):

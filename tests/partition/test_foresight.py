@@ -11,7 +11,7 @@ from pass_helpers import Op, placed_graph, placed_graphs
 from graphsplit.partition import edges
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.dump import describe_plan
-from graphsplit.partition.foresight import foresee_splits
+from graphsplit.partition.edges import foresee_splits
 from graphsplit.placement.resolve import PlacedGraph
 
 

@@ -22,13 +22,12 @@ from graphsplit.program.depths import channel_depths
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import late_edges, lower
 from graphsplit.program.proof import verify_programs
-from graphsplit.schedule.auto import NAMED, auto, choose, tried
+from graphsplit.schedule.auto import NAMED, POLICIES, auto, choose, policy_of, takes_costs, tried
 from graphsplit.schedule.costs import Costs, LinkCost
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.orders import check_orders, checked
 from graphsplit.schedule.play import Preference, play
-from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
 from graphsplit.schedule.simulation.simulate import simulate
 
 _LETTERS = {

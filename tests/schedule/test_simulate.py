@@ -17,8 +17,7 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
 from graphsplit.schedule.costs import Costs, Host, LinkCost
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
-from graphsplit.schedule.simulation.processors import Processors
-from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.schedule.simulation.simulate import Processors, simulate
 from graphsplit.schedule.simulation.timeline import Timeline
 
 

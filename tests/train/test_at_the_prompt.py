@@ -18,8 +18,8 @@ from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, ConfigurationError, JobFailedError, PlacementError
 from graphsplit.marks.annotations import module_annotation
-from graphsplit.planning.size_warning import SizesSeen
-from graphsplit.train.in_words import TrainingInWords
+from graphsplit.planning.progress import SizesSeen
+from graphsplit.train.training import TrainingInWords
 
 assert threads_as_workers
 

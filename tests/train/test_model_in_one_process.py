@@ -10,7 +10,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
-from graphsplit.marks.recompute import recomputed_paths
+from graphsplit.train.arguments import recomputed_paths
 
 BATCHES = [(torch.ones(4, 3) * i, torch.tensor([0, 1, 0, 1])) for i in range(1, 4)]
 

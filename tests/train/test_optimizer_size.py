@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from graphsplit.optimizers.size import copies_kept
+from graphsplit.train.explained import copies_kept
 
 MAKERS: list[Callable[[list[nn.Parameter]], optim.Optimizer]] = [
     lambda p: optim.SGD(p, lr=0.1),

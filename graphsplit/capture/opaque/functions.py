@@ -9,7 +9,8 @@ changes of Python's state is to be on one worker, in training and elsewhere.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
-from graphsplit.capture.reach.names import names_within_reach
+from graphsplit.capture.reach.reach import Walk, is_of_library, names_in
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
@@ -157,3 +158,12 @@ def _refuse_random_backward(
             f"numbers than in one process\n  {users_line_now()}\n"
             f"  Fix: draw in forward, and keep what was drawn with ctx.save_for_backward."
         )
+
+
+def names_within_reach(roots: Iterable[Any]) -> frozenset[str]:
+    """All names in the code that some values lead to; that of libraries apart."""
+    walk = Walk(())
+    walk.run(roots)
+    functions = (value for value in walk.seen.values() if isinstance(value, types.FunctionType))
+    own = (function for function in functions if not is_of_library(function.__module__))
+    return frozenset().union(*(names_in(function.__code__)[1] for function in own))

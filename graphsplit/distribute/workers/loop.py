@@ -13,8 +13,7 @@ from torch import nn
 from torch.autograd import Function
 
 from graphsplit.cluster.wire.messages import ASKING
-from graphsplit.distribute.workers.here import WITHOUT_PLACE, Here
-from graphsplit.distribute.workers.taken import FromOutside
+from graphsplit.distribute.workers.here import WITHOUT_PLACE, FromOutside, Here
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind
-from graphsplit.marks.reasons import PLACED, UNPLACED, kind_of, placing_module
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain.folding import Row, align, fold_repetitions
 from graphsplit.partition.explain.operations import ROOT
@@ -207,3 +206,22 @@ def unplaced_lines(plan: PartitionPlan) -> list[str]:
     if len(folded) > _MAX_UNPLACED:
         lines.append(f"... and {len(folded) - _MAX_UNPLACED} more lines; detail='operations'")
     return lines
+
+
+PLACED, BLOCK, RULE, UNPLACED = "placed", "gs.place", "rule", "not placed"
+
+
+def kind_of(reason: str) -> str:
+    """The kind of a reason that ``placement.resolve`` gave for an operation."""
+    if reason.startswith(("module ", "the network is placed")):
+        return PLACED
+    if reason.startswith("gs.place at "):
+        return BLOCK
+    return RULE if reason.startswith("rule ") else UNPLACED
+
+
+def placing_module(reason: str) -> str | None:
+    """Path of the module whose placement a reason names; ``""`` for the network."""
+    if reason.startswith("the network is placed"):
+        return ""
+    return reason.split()[1] if reason.startswith("module ") else None
