@@ -39,8 +39,8 @@ lint: $(STAMP) ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
-types: $(STAMP) ## mypy --strict on the library and the examples
-	$(BIN)/mypy graphsplit examples
+types: $(STAMP) ## mypy --strict on the library, the examples and the simulator of the tests
+	$(BIN)/mypy graphsplit examples tests/simulated
 
 contracts: $(STAMP) ## imports run one way only
 	$(BIN)/lint-imports

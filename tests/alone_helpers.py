@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recovery_helpers import Generators, ThreadCluster
-
-from graphsplit.testing.compare import difference
+from simulated.compare import difference
 
 
 def assert_as_alone(

@@ -1,7 +1,7 @@
 """Workers that are threads of one process, for tests of saving and loading.
 
 Only what touches no shared generator may run in several of them at a time: saving, comparing,
-loading. Training is simulated (``graphsplit.testing.simulate``) or real.
+loading. Training is simulated (``simulated.simulate``) or real.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from simulated.memory import MemoryFabric, MemoryTransport
 
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.states import States
@@ -26,7 +27,6 @@ from graphsplit.planning.task import Task
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.security.private_files import open_instead
 from graphsplit.transport.base import Transport
-from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 
 T = TypeVar("T")

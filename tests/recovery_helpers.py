@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from collected import leave_out_what_is_there
+from simulated.memory import MemoryFabric, MemoryTransport
+from simulated.simulate import moved_to
 
 import graphsplit as gs
 from graphsplit.capture.state.attributes import plain_attributes
@@ -40,9 +42,7 @@ from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.settings import FAIL_FAST, GO_ON, WAIT_REJOIN
-from graphsplit.testing.simulate import moved_to
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 DEADLINE_S = 240.0

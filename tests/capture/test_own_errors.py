@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
+from simulated.compare import difference
 from torch import nn
 
 from graphsplit.capture.own_errors import own_error
-from graphsplit.testing.compare import difference
 
 
 class Counting(nn.Module):

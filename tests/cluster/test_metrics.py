@@ -16,6 +16,7 @@ import torch
 from cluster_helpers import DEADLINE_S
 from prometheus_client.parser import text_string_to_metric_families
 from security_helpers import authority, protection, worker_name
+from simulated.memory import MemoryFabric, MemoryTransport
 
 from graphsplit.cluster.status.metrics import status_metrics
 from graphsplit.cluster.wire.messages import Heartbeat
@@ -28,7 +29,6 @@ from graphsplit.security.options import SecurityOptions
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.settings import ClusterSettings, Watching
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -14,6 +14,7 @@ import recovery_helpers
 import torch
 from loop_helpers import placed, ranks_for
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated import memory
 from torch import nn
 from torch.nn import functional
 
@@ -22,7 +23,6 @@ from graphsplit.distribute import forms as following
 from graphsplit.job import joined
 from graphsplit.planning.planner import Planner
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
-from graphsplit.transport import memory
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")

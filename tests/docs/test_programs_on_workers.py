@@ -9,9 +9,9 @@ import pytest
 import torch
 from documents import blocks
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 
 import graphsplit as gs
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 NAMES = {

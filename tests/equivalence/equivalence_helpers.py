@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from simulated.equivalence import assert_same_bits
+from simulated.scattered import Scattered
+from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.partition import splitting
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.scattered import Scattered
-from graphsplit.testing.simulate import Captures
 
 PLACEMENTS = range(6)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.planning.task import Task
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 
 class Net(nn.Module):

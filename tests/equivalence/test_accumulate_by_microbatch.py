@@ -10,6 +10,8 @@ import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
 from replica_helpers import Net, whole
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from test_microbatches import Tied, num_tokens, placed, tokens
 from torch import nn
 
@@ -18,8 +20,6 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError, StateError, StepFailedError
 from graphsplit.partition.plan import EdgeKind
 from graphsplit.program.instruction import Opcode
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 _net, _tied = Captures(), Captures()
 same = functools.partial(

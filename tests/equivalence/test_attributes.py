@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 from graphsplit.capture.graph import Mode
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 
 
 class Base(nn.Module):

@@ -9,6 +9,9 @@ import pytest
 import torch
 from equivalence_helpers import batches_of, num_workers_of, rows_against_target
 from pass_helpers import captured, placed
+from simulated.equivalence import assert_same_bits
+from simulated.scattered import Scattered
+from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.batches.batch import Signature
@@ -18,9 +21,6 @@ from graphsplit.errors import PlacementError
 from graphsplit.partition.checks.redrawn import refuse_redrawn
 from graphsplit.planning.task import Task
 from graphsplit.rewrite.branches import take_branches_apart
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.scattered import Scattered
-from graphsplit.testing.simulate import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 Body = Callable[["Net", torch.Tensor], torch.Tensor]

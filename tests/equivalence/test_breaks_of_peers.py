@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.plan import EdgeKind
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.proof import verify_programs
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 
 
 def placed(**ranks: int) -> Any:

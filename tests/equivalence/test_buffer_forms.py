@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.testing.equivalence import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 
 import graphsplit as gs
@@ -19,8 +21,6 @@ from graphsplit.partition.plan import EdgeKind
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.program.proof import verify_programs
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 BATCHES = batches_of(4, 8, num=4)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlacementError
-from graphsplit.testing.equivalence import assert_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 BATCHES = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(3)]

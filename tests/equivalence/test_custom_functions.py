@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import assert_same_wherever_placed, batches_of
+from simulated.equivalence import assert_same_bits
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 import graphsplit as gs
-from graphsplit.testing.equivalence import assert_same_bits
 
 
 class Straight(torch.autograd.Function):

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import assert_same_wherever_placed, batches_of
+from simulated.equivalence import assert_same_bits
+from simulated.scattered import Scattered
+from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.errors import GraphsplitError, StepFailedError
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.scattered import Scattered
-from graphsplit.testing.simulate import Captures
 
 
 class Layer(nn.Module):

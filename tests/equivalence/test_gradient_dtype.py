@@ -8,6 +8,9 @@ import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
 from replica_helpers import Net, planned, whole
+from simulated.equivalence import assert_same_bits
+from simulated.memory import MemoryTransport
+from simulated.simulate import Captures
 from test_microbatches import num_tokens, tokens
 from test_replicas import SmallGPT, stage
 from test_replicated_gradients import Kinds, Sums, Wide, halve
@@ -17,10 +20,7 @@ import graphsplit as gs
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.explain.plan import explain_plan
 from graphsplit.partition.plan import EdgeKind
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 from graphsplit.transport.base import ChannelSpec, Sender
-from graphsplit.transport.memory import MemoryTransport
 from graphsplit.transport.metered import MeteredTraffic
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from test_lenet import LeNet, images
 from test_microbatches import Everything, Tied, num_tokens, placed, tokens
 from torch import nn
@@ -19,8 +21,6 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.partition import splitting
 from graphsplit.program.instruction import Opcode
 from graphsplit.runtime.segments.part_sums import PartSum
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 _lenet, _tied = Captures(), Captures()
 EVERYTHING = {"stem": 0, "left": 1, "right": 2, "norm": 2, "head": 0}

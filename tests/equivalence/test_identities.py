@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from alone_helpers import assert_as_alone
 from plain_model import PlainModel
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError
-from graphsplit.testing.equivalence import assert_same_bits
 
 assert threads_as_workers
 pytestmark = [

@@ -14,14 +14,14 @@ from equivalence_helpers import (
     batches_of,
     rows_against_target,
 )
+from simulated.compare import difference
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 from graphsplit import opaque, place
 from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.planning.task import Task
-from graphsplit.testing.compare import difference
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
 BATCHES = batches_of(4, 8)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit.errors import OwnershipError
-from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.torch_ext.stand_ins import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")

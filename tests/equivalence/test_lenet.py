@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.placement.resolve import UnplacedRule
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 LAYERS = ("conv1", "conv2", "fc1", "fc2", "fc3")
 _captures = Captures()

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit.planning import planner
-from graphsplit.testing.equivalence import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")
 NUM_STEPS = 16

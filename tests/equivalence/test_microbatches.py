@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import assert_same_wherever_placed, batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from test_lenet import LeNet, images
 from torch import nn
 
@@ -16,8 +18,6 @@ from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlanMismatchError
 from graphsplit.planning.task import Task
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 _lenet = Captures()
 

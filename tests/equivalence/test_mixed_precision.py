@@ -17,6 +17,8 @@ from equivalence_helpers import (
     rows_against_target,
 )
 from pass_helpers import captured
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 
 import graphsplit as gs
@@ -25,8 +27,6 @@ from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.optimizers.clip import GlobalNorm, Value
 from graphsplit.planning.task import Task
 from graphsplit.runtime.segments import region_modes
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 BATCHES = batches_of(4, 8, num=3)
 half = functools.partial(torch.autocast, "cpu", torch.bfloat16)

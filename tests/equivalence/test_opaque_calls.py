@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import assert_same_wherever_placed, batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import graphsplit as gs
-from graphsplit.testing.equivalence import assert_same_bits
 
 PLACEMENTS = (0, 1, 3)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import StepFailedError
-from graphsplit.testing.equivalence import assert_same_bits
 
 Use = Callable[["Net", torch.Tensor], torch.Tensor]
 

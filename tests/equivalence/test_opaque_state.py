@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError, GraphsplitError, PlacementError, StepFailedError
-from graphsplit.testing.equivalence import assert_same_bits
 
 
 class Kept:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, on_three, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,8 +19,6 @@ from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.optimizers.clip import GlobalNorm
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.optimizers.per_parameter import PER_PARAMETER, is_listed
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 from graphsplit.train.model import Model
 
 Group = list[dict[str, Any]]

@@ -15,6 +15,8 @@ import pytest
 import torch
 from equivalence_helpers import Tower, batches_of, on_two, rows_against_target
 from own_optimizers import stepped, with_hook
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,8 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
 from graphsplit.planning.task import Task
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 BATCHES = batches_of(4, 8, num=6)
 MAKE: dict[str, Callable[[Any], Optimizer]] = {

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import Tower, batches_of, on_two, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 from torch.nn.utils import (
     clip_grad_norm_,
@@ -20,8 +22,6 @@ from torch.nn.utils import (
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.clip import GlobalNorm
 from graphsplit.optimizers.ownership import is_elsewhere
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 same = functools.partial(
     assert_same_bits,

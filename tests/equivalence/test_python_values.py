@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 
 Change = Callable[[int, Any, Any], None]
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")

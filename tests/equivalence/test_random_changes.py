@@ -21,13 +21,13 @@ from changing_networks import BATCH, LOSSES, NETWORKS, WIDTH, place, shared_stat
 from equivalence_helpers import batches_of
 from random_changes import sites
 from recovery_helpers import threads_as_workers
+from simulated.equivalence import assert_same_bits, sgd_with_momentum
+from simulated.reference import EagerLoop
 from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
 from graphsplit.errors import GraphsplitError, StaleGraphError
 from graphsplit.planning import passes, planner
-from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
-from graphsplit.testing.reference import EagerLoop
 
 assert threads_as_workers
 capture_graph = passes.capture_graph

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from equivalence_helpers import Scattered, batches_of, rows_against_target, splitting_all
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.batches.microbatches import split_microbatches
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 WIDTH = 6
 LONG_MINUTES = float(os.environ.get("GS_TEST_LONG") or 0)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
-
-from graphsplit.testing.equivalence import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 9

@@ -17,13 +17,13 @@ from hypothesis import assume, event
 from hypothesis import strategies as st
 from loop_helpers import Distribute, assert_same_bits, plain, results
 from recovery_helpers import CAPTURES, threads_as_workers
+from simulated.scattered import Scattered
 from test_random_networks import WIDTH, RandomNetwork, Step, drawn, steps
 from torch.nn import functional
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.planning import planner
 from graphsplit.planning.passes import capture_graph
-from graphsplit.testing.scattered import Scattered
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")

@@ -13,6 +13,8 @@ import torch
 from equivalence_helpers import batches_of, rows_against_target
 from hypothesis import assume, event
 from hypothesis import strategies as st
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from test_random_networks import (
     WIDTH,
     RandomNetwork,
@@ -24,8 +26,6 @@ from test_random_networks import (
 from torch import nn
 
 from graphsplit.errors import PlacementError
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 STATEFUL = "averaging"  # its buffers are read by more than their updates: refused, see below
 

@@ -15,6 +15,8 @@ from equivalence_helpers import (
     rows_against_target,
     splitting_all,
 )
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from test_microbatches import Changing, Counting, Everything, placed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +25,6 @@ import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, PlacementError, StepFailedError
 from graphsplit.planning.task import Task
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 
 @pytest.fixture(autouse=True)

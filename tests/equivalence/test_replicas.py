@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from replica_helpers import Net, planned, same_over_two, whole
+from simulated.equivalence import assert_same_bits, sgd_with_momentum
+from simulated.simulate import Captures
 from test_microbatches import Tied, num_tokens, tokens
 from torch import nn
 
@@ -22,8 +24,6 @@ from graphsplit.partition.checks.replicated import refuse_unreplicable
 from graphsplit.program.instruction import Opcode
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
-from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
-from graphsplit.testing.simulate import Captures
 
 ORDERS = ("left", "pairs")
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from equivalence_helpers import rows_against_target
 from replica_helpers import whole
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from test_microbatches import Everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +22,6 @@ from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 
 class Images(nn.Module):

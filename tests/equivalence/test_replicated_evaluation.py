@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,7 +16,6 @@ import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError
 from graphsplit.program.instruction import Opcode
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(200)]

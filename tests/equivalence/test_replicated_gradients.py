@@ -8,6 +8,8 @@ import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
 from replica_helpers import Net, planned, same_over_two, whole
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.capture.graph import NodeKind
@@ -19,8 +21,6 @@ from graphsplit.program.instruction import Opcode
 from graphsplit.runtime.segments.blocks import packed, unpacked
 from graphsplit.runtime.segments.part_sums import PartSum
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 _net = Captures()
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from checkpoint_helpers import ThreadHolder, all_well, groups_of, together
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.compare import difference
+from simulated.reference import EagerLoop
+from simulated.simulate import SimulatedCluster, SimulatedWorker
 from torch import nn
 
 from graphsplit.batches.batch import split_batch
@@ -18,9 +21,6 @@ from graphsplit.deferred.construction import deferred_init
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
-from graphsplit.testing.compare import difference
-from graphsplit.testing.reference import EagerLoop
-from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker
 
 BATCHES = batches_of(4, 8, num=6)
 LAYERS = ("first", "norm", "second", "third")

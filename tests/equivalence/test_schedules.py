@@ -17,6 +17,8 @@ from equivalence_helpers import (
     rows_against_target,
     splitting_all,
 )
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures, SimulatedCluster
 from test_lenet import LeNet, images
 from test_microbatches import Everything, Tied, num_tokens, placed, tokens
 from torch import nn
@@ -32,8 +34,6 @@ from graphsplit.runtime.step_state import StepState
 from graphsplit.schedule.auto import POLICIES
 from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.play import play
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 
 _lenet = Captures()
 

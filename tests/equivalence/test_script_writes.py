@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.compare import difference
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 from graphsplit.errors import OwnershipError, PlanMismatchError
 from graphsplit.planning.task import Task
-from graphsplit.testing.compare import difference
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 from graphsplit.train.metrics import Metric
 
 Change = Callable[[int, Any, Any], Any]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.compare import difference
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster, SimulatedWorker, SimulationError
 from torch import nn
 
 from graphsplit.batches.batch import Arguments
 from graphsplit.errors import OwnershipError
 from graphsplit.planning.task import Task
-from graphsplit.testing.compare import difference
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker, SimulationError
 
 
 class Two(nn.Module):

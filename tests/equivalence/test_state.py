@@ -14,10 +14,10 @@ from equivalence_helpers import (
     on_three,
     rows_against_target,
 )
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit import place
-from graphsplit.testing.equivalence import assert_same_bits
 
 
 class Tower(nn.Module):

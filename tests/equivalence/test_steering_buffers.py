@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from alone_helpers import assert_as_alone
 from plain_model import PlainModel
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError, PlanMismatchError
 from graphsplit.planning.recordings import Recordings
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from simulated.equivalence import assert_same_bits
+from simulated.scattered import Scattered
+from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.planning.task import Task
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.scattered import Scattered
-from graphsplit.testing.simulate import Captures, SimulatedCluster
 from graphsplit.train.model import Model
 
 

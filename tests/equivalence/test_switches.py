@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 from graphsplit.errors import PlanMismatchError
 from graphsplit.planning.task import Task
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 
 SWITCHES: dict[str, tuple[Callable[[], object], str]] = {
     "precision": (

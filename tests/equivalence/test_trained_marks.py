@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, StepFailedError
 from graphsplit.optimizers.clip import GlobalNorm
-from graphsplit.testing.equivalence import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")
 

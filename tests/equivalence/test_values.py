@@ -13,11 +13,11 @@ from equivalence_helpers import (
     batches_of,
     rows_against_target,
 )
+from simulated.equivalence import assert_same_bits
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphsplit import place
-from graphsplit.testing.equivalence import assert_same_bits
 
 
 class Applied(nn.Module):

@@ -24,11 +24,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.guards.values import shown
-from graphsplit.testing.equivalence import assert_same_bits
 
 Weigh = Callable[[], float]
 SetWeight = Callable[[float], object]

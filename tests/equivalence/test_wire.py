@@ -17,6 +17,9 @@ from equivalence_helpers import (
     on_two,
     rows_against_target,
 )
+from simulated.equivalence import assert_same_bits
+from simulated.memory import MemoryTransport
+from simulated.simulate import SimulatedCluster
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -26,10 +29,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.partition.explain.plan import explain_plan
 from graphsplit.partition.plan import EdgeKind
 from graphsplit.partition.replicas.blocks import sent_per_step
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster
 from graphsplit.transport.base import ChannelSpec, Sender
-from graphsplit.transport.memory import MemoryTransport
 from graphsplit.transport.metered import MeteredTraffic
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphsplit as gs
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pass_helpers import captured, operations, placed
+from simulated.equivalence import assert_same_bits
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph
 from graphsplit.errors import CaptureError, PlacementError
-from graphsplit.testing.equivalence import assert_same_bits
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from pass_helpers import captured, placed
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.errors import PlacementError
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.testing.equivalence import assert_same_bits
 
 X = torch.zeros(2, 4)
 

@@ -12,6 +12,7 @@ import torch
 from recovery_features import FEATURES
 from recovery_features.parts import adam, all_of, batches, plain_net, trained
 from recovery_helpers import Killed, ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
@@ -19,7 +20,6 @@ from graphsplit.errors import ConfigurationError, JobFailedError, StateError
 from graphsplit.job import joined
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import SnapshotFolder
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [

@@ -11,6 +11,7 @@ import torch
 from recovery_features.parts import Last, adam, all_of, batches
 from recovery_features.replicated import normed
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
@@ -24,7 +25,6 @@ from graphsplit.errors import (
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import SnapshotFolder
 from graphsplit.settings import GO_ON
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [

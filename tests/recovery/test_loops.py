@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +24,6 @@ from graphsplit.recovery.loops import snapshots
 from graphsplit.recovery.loops.disk import read_part
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import SnapshotFolder, text_of
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [

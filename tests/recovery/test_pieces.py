@@ -9,6 +9,8 @@ import pytest
 import torch
 from recovery_features.calls import Late
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
+from simulated.memory import MemoryFabric, MemoryTransport
 from torch import nn
 
 import graphsplit as gs
@@ -39,8 +41,6 @@ from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.snapshot import replicator
 from graphsplit.recovery.snapshot.disk import parse, text_of
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.testing.compare import difference
-from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 
 assert threads_as_workers

@@ -11,13 +11,13 @@ from recovery_features import FEATURES
 from recovery_features.parts import Last, adam, all_of, batches
 from recovery_features.replicated import normed
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import JobFailedError
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import SnapshotFolder
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,7 +21,6 @@ from graphsplit.job import joined
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 # Filters of warnings belong to the process: a thread beside compute sees those of a capture.

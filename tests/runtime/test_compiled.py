@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 import graphsplit as gs
@@ -19,7 +20,6 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.planning.task import Task
 from graphsplit.runtime.segments.compiled import compiler_of
-from graphsplit.testing.simulate import SimulatedCluster
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.program.instruction import BACKWARD, Opcode
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 _captures = Captures()
 _OWN = (Opcode.FORWARD, *BACKWARD)

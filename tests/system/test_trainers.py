@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from simulated.compare import difference
 
-from graphsplit.testing.compare import difference
 from system.helpers import Finished, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(480)]

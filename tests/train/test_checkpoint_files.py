@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_helpers import SmallDisk
+from simulated.compare import difference
 
 from graphsplit.checkpoint.disk import files
 from graphsplit.checkpoint.disk.files import TensorFile, TensorFileWriter, write_file
@@ -24,7 +25,6 @@ from graphsplit.checkpoint.layout import (
 from graphsplit.errors import CheckpointError
 from graphsplit.security.private_files import replace_file
 from graphsplit.tensor_meta import octets_of, plain_meta
-from graphsplit.testing.compare import difference
 
 COMMON = {
     "conv.weight": torch.randn(4, 3, 2, 2),

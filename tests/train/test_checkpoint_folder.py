@@ -12,12 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_helpers import SmallDisk, alone, task_of
+from simulated.compare import difference
 from torch import nn
 
 from graphsplit.checkpoint.disk import files
 from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.testing.compare import difference
 
 
 class Tied(nn.Module):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from simulated.compare import difference
 
 from graphsplit.checkpoint.generators import process_generators, set_process_generators
 from graphsplit.encoding.values import (
@@ -27,7 +28,6 @@ from graphsplit.encoding.values import (
     to_text,
 )
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.testing.compare import difference
 
 
 class Color(IntEnum):

@@ -19,6 +19,7 @@ from checkpoint_helpers import (
     task_of,
     together,
 )
+from simulated.compare import difference
 from torch import nn
 
 from graphsplit.checkpoint.disk import files
@@ -28,7 +29,6 @@ from graphsplit.errors import CheckpointError, StateError
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
 from graphsplit.planning.task import named_state
-from graphsplit.testing.compare import difference
 
 MIB = 1024 * 1024
 

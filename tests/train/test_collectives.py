@@ -9,11 +9,11 @@ import pytest
 import torch
 from recovery_features.parts import adam, batches, plain_net
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import CollectiveMismatchError, ConfigurationError, JobFailedError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(100)]

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import graphsplit as gs
 from graphsplit.errors import OwnershipError, PlanMismatchError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

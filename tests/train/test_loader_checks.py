@@ -11,6 +11,7 @@ import pytest
 import torch
 from recovery_features.parts import Last, adam, all_of, pairs, plain_net
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -24,7 +25,6 @@ from torch.utils.data import (
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError, LoaderMismatchError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(200)]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from recovery_features.parts import adam, batches, pairs, plain_net, put
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError
-from graphsplit.testing.compare import difference
 from graphsplit.train import arguments
 
 assert threads_as_workers

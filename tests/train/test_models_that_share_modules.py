@@ -11,11 +11,11 @@ import torch
 from recovery_features.calls import Adversaries
 from recovery_features.parts import adam, batches, put
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

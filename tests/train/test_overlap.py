@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit.errors import PlacementError
 from graphsplit.planning.overlap import overlapping
-from graphsplit.testing.equivalence import assert_same_bits
 
 BATCHES = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from recovery_features.parts import Last, adam
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
@@ -21,7 +22,6 @@ from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.feeding import own_rows
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.settings import GO_ON, WAIT_REJOIN
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(100)]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError, LoaderMismatchError
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated.simulate import SimulatedCluster
 from torch import nn
 
 import graphsplit as gs
@@ -18,7 +19,6 @@ from graphsplit.planning.task import Task
 from graphsplit.profiling.recorder import StepRecorder
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
-from graphsplit.testing.simulate import SimulatedCluster
 
 BATCH = ((torch.arange(24.0).reshape(8, 3) / 24, torch.arange(8) % 2), {})
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 import graphsplit as gs
 from graphsplit.errors import CheckpointError, ConfigurationError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 EPOCHS = 3

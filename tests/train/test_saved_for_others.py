@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from recovery_features.parts import adam, batches, plain_net
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphsplit as gs
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(200)]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from alone_helpers import assert_as_alone
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import StateError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from recovery_features.parts import Last, adam, all_of, batches, plain_net
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 NUM_WORKERS = 3

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,7 +22,6 @@ from graphsplit.guards.check import Guards, Watched
 from graphsplit.guards.places import entry
 from graphsplit.guards.values import MISSING, freeze
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

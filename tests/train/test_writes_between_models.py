@@ -10,11 +10,11 @@ import pytest
 import torch
 from plain_model import PlainModel
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlanMismatchError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import memory
 from transport_helpers import DEADLINE_S, MakeWorkers, spec_of, start
 
 from graphsplit.errors import FrameError, JobFailedError, ReceiveTimeoutError, TransportError
 from graphsplit.failure import FailureCause
 from graphsplit.job.control import ControlChannels
-from graphsplit.transport import ChannelSpec, credit, memory
+from graphsplit.transport import ChannelSpec, credit
 from graphsplit.transport.dtypes import CODE_OF, carrier_of
 from graphsplit.transport.shm import region
 from graphsplit.transport.shm import transport as shm_transport

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from simulated.memory import MemoryFabric, MemoryTransport
 
 from graphsplit.failure import AbortSignal
 from graphsplit.transport import ChannelSpec, Hub, Receiver, Sender, Transport, WaitPolicy
 from graphsplit.transport.grpc.pull import Puller
-from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
 DEADLINE_S = 20.0

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from simulated.equivalence import assert_same_bits
+from simulated.simulate import Captures
 from torch import nn
 from zoo_batches import batches_by
 from zoo_models import MODELS, REFUSED, ZooModel
 from zoo_placements import KINDS, placements
 
 from graphsplit.errors import CaptureError
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import Captures
 
 SIZES = {"one": (1,), "layers": (2, 3, 5), "modules": (2, 3, 5), "operations": (2, 3, 5)}
 

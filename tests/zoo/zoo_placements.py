@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from simulated.scattered import Scattered
+from simulated.simulate import Captures
 from torch import nn
-
-from graphsplit.testing.scattered import Scattered
-from graphsplit.testing.simulate import Captures
 
 Place = Callable[[nn.Module], None]
 KINDS = ("one", "layers", "modules", "operations")

@@ -11,9 +11,9 @@ import torch
 from graphsplit.batches.batch import Arguments, split_batch
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
-from graphsplit.testing.compare import difference
-from graphsplit.testing.reference import EagerLoop
-from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker
+from simulated.compare import difference
+from simulated.reference import EagerLoop
+from simulated.simulate import SimulatedCluster, SimulatedWorker
 
 
 class Comparison:

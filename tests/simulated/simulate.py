@@ -52,8 +52,8 @@ from graphsplit.settings import FAIL_FAST, recapture_every
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.metrics import Metric
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import Wait, WaitPolicy
+from simulated.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
 

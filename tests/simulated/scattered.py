@@ -18,7 +18,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation
 from graphsplit.planning.task import Task
-from graphsplit.testing.simulate import Captures
+from simulated.simulate import Captures
 
 
 class Scattered(Captures):

@@ -23,9 +23,9 @@ from graphsplit.optimizers.update import AccumulateBy, GradientOrder
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task
 from graphsplit.program.lower import Policy
-from graphsplit.testing.against_loop import Comparison
-from graphsplit.testing.reference import EagerLoop, Extras
-from graphsplit.testing.simulate import Captures, SimulatedCluster
+from simulated.against_loop import Comparison
+from simulated.reference import EagerLoop, Extras
+from simulated.simulate import Captures, SimulatedCluster
 
 Place = Callable[[nn.Module], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
