@@ -162,6 +162,7 @@ class ThreadMember:
         self.job = "threads"
         self.state = SimpleNamespace(stops_soon=False)
         self.abort = AbortSignal()
+        self.failures = self  # it is its own reporter
 
     @property
     def rank(self) -> int:
@@ -183,12 +184,12 @@ class ThreadMember:
     def barrier(self, name: str) -> None:
         self.agree(f"barrier {name}", name)
 
-    def failure_of(self, error: BaseException) -> FailureCause | None:
+    def cause_of(self, error: BaseException) -> FailureCause | None:
         if isinstance(error, Killed):  # a process that is killed says nothing
             return None
         return failure_of(error, rank=self.rank, host="", pid=0, position="")
 
-    def report_failure(self, cause: FailureCause) -> None:
+    def report(self, cause: FailureCause) -> None:
         self._cluster.fail(cause)
 
     def await_verdict(self) -> None:

@@ -79,7 +79,7 @@ class DataPlane:
                 seats=member.seats,
             )
         except BaseException as error:
-            cause = member.failure_of(error)
+            cause = member.failures.cause_of(error)
             if cause is not None:
-                member.report_failure(cause)
+                member.failures.report(cause)
             raise

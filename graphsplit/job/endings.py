@@ -63,8 +63,8 @@ class LastWords:
         is_reported = job is not None and cause is not None and cause.kind == "exception"
         if is_reported and job is not None and cause is not None:
             # Several may find out the same at once; only the scheduler knows who was first.
-            job.member.report_failure(cause)
-            job.member.await_verdict(_VERDICT_S)
+            job.member.failures.report(cause)
+            job.member.failures.await_verdict(_VERDICT_S)
         first = self._told_elsewhere(error, cause)
         if first is not None:
             tell_echo(job, first)
@@ -77,12 +77,12 @@ class LastWords:
             write_report(os.environ, cause)
         if job is not None and not job.is_closed:
             if cause is not None and not is_reported:
-                job.member.report_failure(cause)
+                job.member.failures.report(cause)
             job.close()
 
     def _cause(self, error: BaseException) -> FailureCause | None:
         if self.job is not None:
-            return self.job.member.failure_of(error)
+            return self.job.member.failures.cause_of(error)
         return failure_of(error, rank=-1, host="", pid=0, position="")
 
     def _told_elsewhere(

@@ -274,7 +274,7 @@ class Job:
         if self.abort.cause is None:
             self._report_own(error)
         verdict = self.abort.cause
-        if verdict is None or (not self.abort.recovers and self.member.is_own(verdict)):
+        if verdict is None or (not self.abort.recovers and self.member.failures.is_own(verdict)):
             return None
         self.is_ending = not self.abort.recovers
         return self.abort.error()
@@ -284,11 +284,11 @@ class Job:
 
         Others may have found the same at once: whose error ended the job, the verdict says.
         """
-        cause = self.member.failure_of(error)
+        cause = self.member.failures.cause_of(error)
         vars(error)[_REPORTED] = True  # else a call around this one would do it again
         if cause is not None:
-            self.member.report_failure(cause)
-            self.member.await_verdict()
+            self.member.failures.report(cause)
+            self.member.failures.await_verdict()
 
     def interrupt_main_thread(self) -> None:
         """Called by another thread when the job ends: the main thread may be in user code."""

@@ -42,12 +42,3 @@ def test_what_a_module_does_not_import(module, forbidden):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout.split() == []
-
-
-def test_the_names_of_the_version_before_are_found_where_they_were():
-    from graphsplit.cluster.member import Member, Peer
-    from graphsplit.cluster.scheduler import serve
-
-    assert [one.__name__ for one in (Member, Peer, serve)] == ["Member", "Peer", "serve"]
-    with pytest.raises(ImportError, match="Recruit"):
-        from graphsplit.cluster.member import Recruit  # noqa: F401

@@ -142,9 +142,9 @@ def test_an_exception_on_one_worker_ends_the_job_on_all_and_names_it(start_clust
     try:
         raise ValueError("the loss is nan")
     except ValueError as error:
-        cause = joined[1].member.failure_of(error)
+        cause = joined[1].member.failures.cause_of(error)
     started = time.monotonic()
-    joined[1].member.report_failure(cause)
+    joined[1].member.failures.report(cause)
     joined[1].member.close()
     for one in (joined[0], joined[2]):
         heard = one.wait_aborted()

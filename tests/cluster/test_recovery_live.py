@@ -90,7 +90,7 @@ def test_an_exception_ends_a_job_that_could_recover(start_cluster):
     cluster = start_cluster(2, recovery="wait_rejoin")
     joined = cluster.join_all("0", "1")
     cause = FailureCause("exception", "ValueError: the loss is nan", rank=1)
-    joined[1].member.report_failure(cause)
+    joined[1].member.failures.report(cause)
     assert joined[0].wait_aborted().kind == "exception"
     assert not joined[0].abort.recovers
     with pytest.raises(JobFailedError, match="the loss is nan"):

@@ -130,7 +130,7 @@ def test_what_a_worker_reports_while_the_scheduler_is_away_reaches_the_next_one(
     connection = first.member._connection
     wait_until(lambda: connection.session is None, "no attempt to come back has failed")
     cause = FailureCause("exception", "ValueError: the disk is full", rank=0)
-    reporting = job.pool.submit(first.member.report_failure, cause)
+    reporting = job.pool.submit(first.member.failures.report, cause)
     after = job.start("serve_here")
     assert second.wait_aborted().message == cause.message
     reporting.result(DEADLINE_S)

@@ -30,11 +30,12 @@ class FakeMember:
         self.told: list[FailureCause] = []
         self._verdict = verdict
         self._recovers = recovers
+        self.failures = self  # it is its own reporter
 
-    def failure_of(self, error: BaseException) -> FailureCause:
+    def cause_of(self, error: BaseException) -> FailureCause:
         return FailureCause("lost", str(error), rank=1)
 
-    def report_failure(self, cause: FailureCause) -> None:
+    def report(self, cause: FailureCause) -> None:
         self.told.append(cause)
 
     def await_verdict(self) -> None:
@@ -82,13 +83,13 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Member:
 
 
 def test_a_scheduler_that_says_nothing_is_not_waited_for_for_ever(member: Member):
-    member.await_verdict()
+    member.failures.await_verdict()
 
 
 def test_a_worker_that_is_cut_off_waits_as_long_as_it_may_come_back(member: Member):
     """The job may go on without it, or wait for it: only who it comes back to can say."""
     member._connection.is_reconnecting = True
-    waiting = threading.Thread(target=member.await_verdict, daemon=True)
+    waiting = threading.Thread(target=member.failures.await_verdict, daemon=True)
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()

@@ -32,14 +32,14 @@ def told(
 ) -> tuple[str, list[FailureCause]]:
     """What worker 1 prints and reports, where the job has ended because of ``first``."""
     reported: list[FailureCause] = []
-    member = SimpleNamespace(
-        failure_of=lambda e: None if isinstance(e, JobFailedError) else cause_of(e, 1),
-        report_failure=reported.append,
+    failures = SimpleNamespace(
+        cause_of=lambda e: None if isinstance(e, JobFailedError) else cause_of(e, 1),
+        report=reported.append,
         await_verdict=lambda timeout_s: None,
     )
     job: Any = SimpleNamespace(
         rank=1,
-        member=member,
+        member=SimpleNamespace(failures=failures),
         abort=SimpleNamespace(cause=first),
         is_closed=False,
         close=lambda: None,

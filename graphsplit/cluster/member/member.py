@@ -18,7 +18,7 @@ from graphsplit.cluster.text import split_lines
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import STOPPED, MeetingKind, Peer
 from graphsplit.errors import ClusterError, JobFailedError, PlanMismatchError
-from graphsplit.failure import AbortSignal, FailureCause
+from graphsplit.failure import AbortSignal
 from graphsplit.logs import teller
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
@@ -36,6 +36,7 @@ class Member:
 
     Attributes:
         state: What the scheduler has told.
+        failures: Tells it of this worker's failures.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Member:
         self._membership = Membership(settings, abort)
         self.state = self._membership.state
         self._connection = Connection(self._membership, protection, teller(log))
-        self._failures = FailureReports(self._membership, self._connection)
+        self.failures = FailureReports(self._membership, self._connection)
         self._collective = threading.Lock()
 
     @classmethod
@@ -83,7 +84,7 @@ class Member:
             member._connection.register(membership.registration(endpoints, identity))
             member._wait_running(0)
         except BaseException as error:
-            member._failures.report_early(error)
+            member.failures.report_early(error)
             member.close()
             raise
         return member
@@ -289,24 +290,6 @@ class Member:
         if is_refused():
             raise membership.refused()
         self.abort.raise_if_set()
-
-    # Failures.
-
-    def failure_of(self, error: BaseException) -> FailureCause | None:
-        """The failure that an error on this worker means; None if it only echoes the job's end."""
-        return self._failures.cause_of(error)
-
-    def report_failure(self, cause: FailureCause) -> None:
-        """Tell the scheduler that this worker failed: see :meth:`FailureReports.report`."""
-        self._failures.report(cause)
-
-    def await_verdict(self, timeout_s: float | None = None) -> None:
-        """Wait until the scheduler has said what a failure that was reported means for the job."""
-        self._failures.await_verdict(timeout_s)
-
-    def is_own(self, cause: FailureCause) -> bool:
-        """Whether this is what this worker itself has reported."""
-        return self._failures.is_own(cause)
 
     def close(self) -> None:
         """Leave. Safe to call twice, after a failure, and from a forked child (a no-op there)."""
