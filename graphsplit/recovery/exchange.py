@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from graphsplit.errors import CheckpointError, FrameError
 from graphsplit.job.group import WorkerGroup
-from graphsplit.job.stream import joined
 from graphsplit.recovery.agreement import Target
-from graphsplit.recovery.results import MAX_RESULTS_BYTES
 from graphsplit.recovery.snapshot.disk import SnapshotFolder, parse, text_of
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 
@@ -40,9 +38,8 @@ def exchange_parts(
             for pieces in (held, log):
                 group.send(*pieces, to=(rank,))
         elif group.rank == rank:
-            pieces = list(group.receive(_MAX_PART_BYTES, source=holder, is_exact=False))
-            part = SnapshotShard.read(pieces, what=f"the part held by worker {holder}")
-            lines = _lines(group.receive(2 * MAX_RESULTS_BYTES, source=holder, is_exact=False))
+            part = _receive_part(group, holder)
+            lines = group.receive_text(source=holder).splitlines()
             if part.number != target.number:
                 raise FrameError(
                     f"worker {holder} holds snapshot {part.number}; expected {target.number}"
@@ -73,11 +70,15 @@ def gather_parts(
                 group.send(*part.pieces(), to=group.others(giver))
             continue
         for _ in range(int(counts[giver])):
-            pieces = list(group.receive(_MAX_PART_BYTES, source=giver, is_exact=False))
-            parts.append(SnapshotShard.read(pieces, what=f"a part that worker {giver} has"))
+            parts.append(_receive_part(group, giver))
     if any(part.number != target.number for part in parts):
         raise FrameError(f"a part of another snapshot than {target.number} was brought")
     return sorted(parts, key=lambda part: part.rank)
+
+
+def _receive_part(group: WorkerGroup, source: int) -> SnapshotShard:
+    pieces = list(group.receive(_MAX_PART_BYTES, source=source, is_exact=False))
+    return SnapshotShard.read(pieces, what=f"the part held by worker {source}")
 
 
 def give_lines(group: WorkerGroup, target: Target, lines: Sequence[str]) -> list[str]:
@@ -86,7 +87,7 @@ def give_lines(group: WorkerGroup, target: Target, lines: Sequence[str]) -> list
     if group.rank == giver and target.fresh:
         group.send(*pieces_of(lines), to=target.fresh)
     elif group.rank in target.fresh:
-        return _lines(group.receive(2 * MAX_RESULTS_BYTES, source=giver, is_exact=False))
+        return group.receive_text(source=giver).splitlines()
     return list(lines)
 
 
@@ -94,13 +95,6 @@ def pieces_of(lines: Sequence[str]) -> list[torch.Tensor]:
     """Lines as bytes."""
     content = bytearray("".join(f"{line}\n" for line in lines).encode())
     return [torch.frombuffer(content, dtype=torch.uint8)] if content else []
-
-
-def _lines(pieces: Iterable[torch.Tensor]) -> list[str]:
-    try:
-        return joined(pieces).decode().splitlines()
-    except UnicodeDecodeError as error:
-        raise FrameError(f"remembered calls are no text: {error}") from None
 
 
 def share_script(group: WorkerGroup, folder: SnapshotFolder | None, number: int) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def open_instead(path: Path) -> BinaryIO:
     return open_new_file(path)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, *pieces: bytes | memoryview) -> None:
     """Replace a file as a whole, durably.
 
     Raises:
@@ -123,7 +123,7 @@ def replace_file(path: Path, content: bytes) -> None:
     part = path.with_name(path.name + PART)
     try:
         with open_instead(part) as file:
-            file.write(content)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         put_in_place(part, path)

@@ -7,7 +7,6 @@ part of its rank; where another number of workers goes on, each reads all of the
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from graphsplit.recovery.snapshot.disk import (
     text_of,
 )
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.security.private_files import PART, open_instead, put_in_place, replace_file
+from graphsplit.security.private_files import replace_file
 
 _PARTS = "parts of own loops"
 
@@ -37,17 +36,11 @@ class PartsOnDisk(DiskWriter):
     def _write(self, part: SnapshotShard, script: Mapping[str, Any]) -> str:
         path = _path(self._folder.path(part.number), self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        written, digest, size = path.with_name(path.name + PART), hashlib.sha256(), 0
-        with open_instead(written) as file:
-            for piece in part.pieces():
-                octets = piece.numpy().data
-                file.write(octets)
-                digest.update(octets)
-                size += octets.nbytes
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(written, path)
-        return to_text({"size": size, "sha256": digest.hexdigest()})
+        octets, digest = [piece.numpy().data for piece in part.pieces()], hashlib.sha256()
+        for one in octets:
+            digest.update(one)
+        replace_file(path, *octets)
+        return to_text({"size": sum(map(len, octets)), "sha256": digest.hexdigest()})
 
     def _commit(self, number: int, told: list[str]) -> None:
         folder = self._folder.path(number)

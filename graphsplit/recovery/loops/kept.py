@@ -77,10 +77,10 @@ class KeptObjects:
             if not isinstance(one, torch.optim.Optimizer) and id(one) not in self._distributed:
                 yield f"keep{index}", one
 
-    def names(self) -> dict[int, str]:
-        """A name of each tensor of the modules among them, by its id."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the modules among them, by name."""
         return {
-            id(tensor): f"{path}.{name}"
+            f"{path}.{name}": tensor
             for path, one in self._parts()
             if isinstance(one, nn.Module)
             for name, tensor in self._own(one).items()

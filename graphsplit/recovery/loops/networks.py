@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.kept_names import register_again
+from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.distribute.network import behind
 from graphsplit.distribute.states import hide_others, show_here, state_of
@@ -49,16 +50,8 @@ class LoopNetworks:
             if network is not None and behind(network) is not None:
                 yield index, network
 
-    def names(self) -> dict[int, str]:
-        """A name of each parameter and buffer, by its id."""
-        found: dict[int, str] = {}
-        for index, network in self._all():
-            for name, tensor in named_state(network, None).items():
-                found.setdefault(id(tensor), f"net{index}.{name}")
-        return found
-
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors behind ``names``."""
+        """Each parameter and buffer, by name; what is shared has several."""
         return {
             f"net{index}.{name}": tensor
             for index, network in self._all()
@@ -91,7 +84,8 @@ class LoopNetworks:
                 "whole": whole.kept(),
                 "extra": _extra_states(network),
             }
-            found.append([index, encode(values, tensors, path=path), _add(network, path, tensors)])
+            own = add_tensors(named_state(network, None), path, tensors)
+            found.append([index, encode(values, tensors, path=path), own])
         return found
 
     def _refuse_new(self) -> None:
@@ -134,11 +128,6 @@ def _extra_states(network: nn.Module) -> dict[str, Any]:
         for path, module in network.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def _add(network: nn.Module, path: str, tensors: Tensors) -> list[list[Any]]:
-    """Add tensors that live here, and their gradients: the name of each, and whether it has one."""
-    return add_tensors(named_state(network, None), path, tensors)
 
 
 def add_tensors(named: Mapping[str, torch.Tensor], path: str, tensors: Tensors) -> list[list[Any]]:
@@ -193,23 +182,24 @@ class LoopOptimizers:
     Args:
         optimizers: Those.
         loop: The workers.
-        names: The name of each tensor that is known when the loop begins, by its id.
-        named: Those of networks by name: they may be put into groups later.
+        named: The tensors of networks, and of modules that are kept, by name: they may be put into
+            groups later.
     """
 
     def __init__(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
         loop: Loop,
-        names: Mapping[int, str],
         named: Mapping[str, torch.Tensor],
     ) -> None:
         self._all = list({id(one): one for one in optimizers}.values())
         self._loop = loop
         self._named = dict(named)
-        self._names = dict(names)
+        self._names: dict[int, str] = {}
+        for name, tensor in named.items():
+            self._names.setdefault(id(tensor), name)
         for index, one in enumerate(self._all):
-            for at, parameter in enumerate(_parameters(one)):
+            for at, parameter in enumerate(parameters_of(one)):
                 self._names.setdefault(id(parameter), f"optimizer{index}.{at}")
                 self._named[self._names[id(parameter)]] = parameter
 
@@ -283,7 +273,3 @@ class LoopOptimizers:
         if name not in self._named:
             raise StateError(_OTHERWISE)
         return self._named[name]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -343,10 +343,8 @@ class _Everything:
         self.networks = LoopNetworks(self.loop)
         self._distributed = self.networks.modules()
         self.objects = KeptObjects(self.keep, self._distributed)
-        names = {**self.objects.names(), **self.networks.names()}
-        self.optimizers = LoopOptimizers(
-            optimizers_in(self.keep), self.loop, names, self.networks.tensors()
-        )
+        named = {**self.networks.tensors(), **self.objects.tensors()}
+        self.optimizers = LoopOptimizers(optimizers_in(self.keep), self.loop, named)
 
     def has(self, one: Any) -> bool:
         """Whether an object is kept."""
