@@ -43,20 +43,12 @@ class Watching:
 
     Attributes:
         log: ``"plain"`` lines, or one ``"json"`` object per line.
-        full_traceback: Whether tracebacks show graphsplit's own frames.
-        report_file: Where to leave what ended this process; the launcher's, empty without one.
-        launcher_line: Number of the socket to the launcher; the scheduler's, empty without one.
-        check_file: Where to note what is computed, for ``graphsplit check``; empty without one.
         metrics_host: Where metrics are served.
         metrics_port: The scheduler's port for metrics; worker r takes the r + 1st after it. None
             serves none.
     """
 
     log: str = PLAIN
-    full_traceback: bool = False
-    report_file: str = ""
-    launcher_line: str = ""
-    check_file: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
 
@@ -206,12 +198,9 @@ def _read_labels(reader: _Reader) -> tuple[str, ...]:
 
 def _read_watching(reader: _Reader) -> Watching:
     port = reader.text("GS_METRICS_PORT")
+    reader.flag("GS_FULL_TRACEBACK")  # read where there is a traceback, told here if malformed
     return Watching(
         log=reader.choice("GS_LOG", LOG_FORMATS, default=PLAIN),
-        full_traceback=reader.flag("GS_FULL_TRACEBACK"),
-        report_file=reader.text("GS_REPORT_FILE"),
-        launcher_line=reader.text("GS_LAUNCHER_LINE"),
-        check_file=reader.text("GS_CHECK_FILE"),
         metrics_host=reader.host("GS_METRICS_HOST"),
         metrics_port=reader.integer("GS_METRICS_PORT", lowest=1, highest=65535) if port else None,
     )

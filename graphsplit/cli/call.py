@@ -49,10 +49,8 @@ def _supervised(request: CallRequest) -> JobVerdict:
     files = (request.call, *request.results)
     options = JobOptions(
         num_workers=request.num_workers,
-        port=None,
         host="127.0.0.1",
         log_dir=None if request.log_dir is None else Path(request.log_dir),
-        certificates=None,
         script=Path(request.script),
         arguments=tuple(map(str, files)),
         restarts=request.restarts,

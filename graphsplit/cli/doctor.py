@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from graphsplit.cli.ssh.preparation import (
     scheduler_address,
     setups,
 )
+from graphsplit.cluster.text import aligned
 from graphsplit.encoding.links import MeasuredHost, MeasuredLink, MeasuredLinks
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.ports import holder_of, is_free
@@ -72,7 +73,8 @@ def doctor(
     """
     named = named_hosts(hosts, hostfile)
     stays = {"MS_WORKER_IP"} if named else set()
-    problems, remarks = environment_findings(
+    remarks: list[str] = []
+    problems = environment_findings(
         {name: value for name, value in os.environ.items() if name not in stays}
     )
     if named:
@@ -100,25 +102,10 @@ def doctor(
     context.exit(bool(problems))
 
 
-def _job(
-    script: Path | None,
-    *,
-    port: int | None,
-    host: str | None,
-    certificates: Path | None,
-    **_: object,
-) -> JobOptions:
+def _job(script: Path | None, host: str | None, **given: Any) -> JobOptions:
     """The job that hosts are asked about: without a script it is of no file."""
-    return JobOptions(
-        num_workers=0,
-        port=port,
-        host=host or "",
-        log_dir=None,
-        certificates=certificates,
-        script=script or Path(),
-        arguments=(),
-        as_module=script is None,
-    )
+    common = {name: given[name] for name in ("port", "certificates")}
+    return JobOptions(0, script or Path(), host=host or "", as_module=script is None, **common)
 
 
 def _remote(
@@ -232,8 +219,8 @@ def _measure(
     return measured, problems
 
 
-def environment_findings(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Problems of the variables that a job would read, in the words of a job; and remarks."""
+def environment_findings(environ: Mapping[str, str]) -> list[str]:
+    """Problems of the variables that a job would read, in the words of a job."""
     own = {name: value for name, value in environ.items() if value.strip()}
     try:
         settings = ClusterSettings.from_environ({**_ANY_JOB, **own})
@@ -243,10 +230,10 @@ def environment_findings(environ: Mapping[str, str]) -> tuple[list[str], list[st
             ports = settings.worker_ports
             reserve_for_workers(settings.worker_host, scheduler, ports).close()
     except ConfigurationError as error:
-        return [f"{_HERE}: {error}"], []
+        return [f"{_HERE}: {error}"]
     except click.ClickException as error:
-        return [f"{_HERE}: {error.message}"], []
-    return [], []
+        return [f"{_HERE}: {error.message}"]
+    return []
 
 
 def _taken_port(environ: Mapping[str, str]) -> list[str]:
@@ -275,7 +262,7 @@ def facts_table(facts: Mapping[str, Facts], *, late_s: Mapping[str, float]) -> s
     if late_s:
         rows.append(("address", *(one.address or "unknown" for one in facts.values())))
         rows.append(("clock", *(f"{-late_s[name]:+.1f} s" for name in facts)))
-    return _aligned(rows)
+    return "\n".join(aligned(rows))
 
 
 def links_table(measured: Mapping[tuple[str, str], frames.Measured]) -> str:
@@ -284,14 +271,7 @@ def links_table(measured: Mapping[tuple[str, str], frames.Measured]) -> str:
     for (name, other), link in measured.items():
         latency = f"{link.latency_s * 1e3:.3f} ms"
         rows.append((name, other, latency, f"{link.bytes_per_s / 1e6:.0f} MB/s"))
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
-             for row in rows)  # fmt: skip
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned(rows))
 
 
 def _in_words(num_problems: int, num_remarks: int) -> str:

@@ -122,12 +122,12 @@ class JobOptions:
 
     Attributes:
         num_workers: How many workers to start.
+        script: The script of every process.
+        arguments: The script's own arguments.
         port: The scheduler's port; None for a free one.
         host: The address that the scheduler listens on.
         log_dir: Where each process's output is also written.
         certificates: A folder with certificates, for mutual TLS.
-        script: The script of every process.
-        arguments: The script's own arguments.
         restarts: How often to start again what was lost.
         as_module: Whether the script is the name of a module.
         fresh: Whether each process imports everything itself.
@@ -139,12 +139,12 @@ class JobOptions:
     """
 
     num_workers: int
-    port: int | None
-    host: str
-    log_dir: Path | None
-    certificates: Path | None
     script: Path
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    port: int | None = None
+    host: str = ""
+    log_dir: Path | None = None
+    certificates: Path | None = None
     restarts: int = 0
     as_module: bool = False
     fresh: bool = False

@@ -21,6 +21,12 @@ def forming_line(num_workers: int, missing: Sequence[int]) -> str:
     return f"{registered} of {num_workers} workers registered, missing ranks {ranks}"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines, with two blanks between its columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def cut_middle(text: str, most: int) -> str:
     """At most ``most`` characters, keeping both ends: a traceback's start and its error."""
     if len(text) <= most:

@@ -90,10 +90,7 @@ def _options(workers: int, restarts: int, log_dir: str | Path | None) -> JobOpti
     """A job of workers that call what their agents have been given."""
     return JobOptions(
         num_workers=workers,
-        port=None,
-        host="",
         log_dir=None if log_dir is None else Path(log_dir),
-        certificates=None,
         script=Path(WORKER),
         arguments=(str(FIRST_KEPT), *[str(FIRST_KEPT + 1)] * workers),
         restarts=restarts,

@@ -50,7 +50,9 @@ def test_the_api_pages_are_built(tmp_path: Path) -> None:
 def test_the_table_lists_the_variables_that_are_read() -> None:
     environ = Recorded(WORKER)
     ClusterSettings.from_environ(environ)
-    assert environ.asked | {"GS_LAUNCHER", "GS_RENDEZVOUS_DIR"} == set(ENVIRONMENT)
+    of_launchers = {"GS_LAUNCHER", "GS_RENDEZVOUS_DIR", "GS_LAUNCHER_LINE"}
+    of_files = {"GS_REPORT_FILE", "GS_CHECK_FILE"}
+    assert environ.asked | of_launchers | of_files == set(ENVIRONMENT)
 
 
 def test_no_other_variable_is_named_anywhere_in_the_code() -> None:

@@ -58,11 +58,11 @@ def test_variables_and_token_files_are_judged_as_a_job_does(tmp_path: Path) -> N
     token = tmp_path / "job-token"
     token.write_text("a token that everybody on this machine can read")
     token.chmod(0o644)
-    (problem,), _ = environment_findings({"GS_JOB_TOKEN_FILE": str(token)})
+    (problem,) = environment_findings({"GS_JOB_TOKEN_FILE": str(token)})
     assert "its mode is 0644" in problem and f"Fix: chmod 600 {token}" in problem
     token.chmod(0o600)
-    assert environment_findings({"GS_JOB_TOKEN_FILE": str(token)}) == ([], [])
-    (problem,), _ = environment_findings({"MS_NODE_TIMEOUT": "soon"})
+    assert environment_findings({"GS_JOB_TOKEN_FILE": str(token)}) == []
+    (problem,) = environment_findings({"MS_NODE_TIMEOUT": "soon"})
     assert "MS_NODE_TIMEOUT" in problem
 
 
@@ -72,12 +72,12 @@ def test_where_workers_listen_is_an_address_an_interface_or_found() -> None:
     assert address_of("auto", "127.0.0.1", 8118) == "127.0.0.1"
     with pytest.raises(OSError):
         address_of("auto", "no-such-host.invalid", 8118)
-    assert environment_findings({"MS_WORKER_IP": "lo"}) == ([], [])
-    (problem,), _ = environment_findings({"MS_WORKER_IP": "192.0.2.7"})
+    assert environment_findings({"MS_WORKER_IP": "lo"}) == []
+    (problem,) = environment_findings({"MS_WORKER_IP": "192.0.2.7"})
     assert "cannot listen on 192.0.2.7, their MS_WORKER_IP (Cannot assign" in problem
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (problem,), _ = environment_findings({"GS_WORKER_PORTS": f"{port}-{port}"})
+        (problem,) = environment_findings({"GS_WORKER_PORTS": f"{port}-{port}"})
     assert f"no port from {port} to {port} is free on 127.0.0.1" in problem
 
 

@@ -376,7 +376,7 @@ def test_a_spare_host_has_the_certificates_of_all_who_may_come() -> None:
         (JobHost("a", range(1)), JobHost("b", range(1, 3))), "/py", ("ssh",), "/job",
         spares=(JobHost("c", range(0)),),
     )  # fmt: skip
-    options = JobOptions(3, None, "", None, Path("/certs"), Path("train.py"), ())
+    options = JobOptions(3, Path("train.py"), certificates=Path("/certs"))
     wanted = setups(options, remote, "10.0.0.1", 30.0, {"GS_WORKER_PORTS": "41000-41009"})
     assert {name: one.holders for name, one in wanted.items()} == {
         "a": ("scheduler", "worker-0"),

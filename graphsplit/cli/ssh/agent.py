@@ -202,8 +202,6 @@ class Agent:
             num_workers=1,
             port=port,
             host=setup.host,
-            log_dir=None,
-            certificates=None,
             script=Path("-c" if self._kept else setup.script),
             arguments=setup.arguments,
             as_module=setup.as_module,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
 from graphsplit.cluster.status.watchdog import waits_in_words
-from graphsplit.cluster.text import join_numbers
+from graphsplit.cluster.text import aligned, join_numbers
 
 _HEADS = ("rank", "process", "state", "progress", "heard", "where it is")
 
@@ -29,7 +28,7 @@ def status_table(status: JobStatus) -> str:
         )
     if status.workers:
         rows = [_row(status, worker) for worker in status.workers]
-        lines += ["", *_aligned([_HEADS, *rows])]
+        lines += ["", *aligned([_HEADS, *rows])]
     if status.missing:
         lines += ["", f"nobody yet for ranks {join_numbers(status.missing)}"]
     if status.cause is not None:
@@ -49,14 +48,6 @@ def _row(status: JobStatus, worker: WorkerStatus) -> tuple[str, ...]:
         f"{worker.heard_s:.1f} s ago",
         "; ".join(filter(None, places)) or "-",
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
 
 
 def _duration(seconds: float) -> str:
