@@ -69,7 +69,7 @@ _NOT_READ = frozenset(("__class__", "__doc__", "__module__"))
 _ALL_READ = frozenset(("__dict__", "__reduce_ex__", "__reduce__", "__getstate__"))
 
 
-class ReadRecorder:
+class ReadRecorder(ValueVisitor):
     """Notes what is read and written in a ``with recorder.recording():`` block.
 
     Args:
@@ -95,8 +95,8 @@ class ReadRecorder:
         self._seen: dict[tuple[int, str], Any] = {}
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
-        self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
-        self._meeting = ValueVisitor(root, labels, self._classes, real_of)
+        hooks = Hooks(self._read, self._write, self._seen)
+        super().__init__(root, labels, HookedClasses(hooks), real_of)
         self.by_name = AskedByName(self._asked)
         self._trace = _tracing(self._ran, self._imported)
         self._is_off = True
@@ -108,13 +108,13 @@ class ReadRecorder:
         """Record what runs inside."""
         self._classes.add(nn.Module)
         for module in self._root.modules():
-            self._meeting.meet_class(type(module))
+            self.meet_class(type(module))
             self._classes.add(type(module))
             for name in FORWARD_HOOKS:
                 for hook in getattr(module, name).values():
-                    self._meeting.meet(hook, f"a hook of {type(module).__name__}")
+                    self.meet(hook, f"a hook of {type(module).__name__}")
         loss_fn = getattr(self._root, "loss_fn", None)
-        self._meeting.meet(getattr(loss_fn, "_function", loss_fn), "loss_fn")
+        self.meet(getattr(loss_fn, "_function", loss_fn), "loss_fn")
         self._classes.add(nn.Module)
         before, collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # what finalizers and callbacks of collections read is no part of the step
@@ -134,8 +134,8 @@ class ReadRecorder:
         """The identities of the places that are used from now on, to be read later."""
         self._seen.clear()  # these reads would not be noted again
         self._told.clear()
-        self._meeting.asked = set()
-        return self._meeting.asked
+        self.asked = set()
+        return self.asked
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -166,41 +166,22 @@ class ReadRecorder:
         for _ in range(_MAX_FRAMES_OF_TORCH):
             for value in list(frame.f_locals.values()) if frame is not None else ():
                 if isinstance(value, FunctionType) and is_watched_file(value.__code__.co_filename):
-                    self._meeting.meet(value, value.__qualname__)
+                    self.meet(value, value.__qualname__)
                     self._note_code(value.__code__, value.__globals__)
-                    self._meeting.note_closure(value)
+                    self.note_closure(value)
             frame = frame.f_back if frame is not None else None
-        for held, (module, path, label) in list(self._meeting.tables.items()):
+        for held, (module, path, label) in list(self.tables.items()):
             if type(module).__module__.startswith("graphsplit."):
                 continue
             self.touched[held] = module
             for name in list(vars(module)):
                 if not is_torchs(module, name):
-                    self._meeting.note(entry(vars(module), name, f"{label}.{name}", "", path))
-                    self._meeting.meet(vars(module)[name], f"{label}.{name}")
-
-    @property
-    def noted(self) -> dict[Any, Noted]:
-        """Every place, in the order of first use."""
-        return self._meeting.noted
-
-    @property
-    def names(self) -> set[str]:
-        """The attribute names in the user's code that has run."""
-        return self._meeting.names
-
-    @property
-    def tensors(self) -> dict[int, torch.Tensor]:
-        """Tensors that were met and that are no state of the network or the loss."""
-        return self._meeting.tensors
-
-    def put_values_back(self) -> None:
-        """Give tensors of one element, with which torch computes while it records, their values."""
-        self._meeting.put_values_back()
+                    self.note(entry(vars(module), name, f"{label}.{name}", "", path))
+                    self.meet(vars(module)[name], f"{label}.{name}")
 
     def results_kept(self) -> Iterator[Place]:
         """The contents of the caches of the user's functions by now."""
-        for one, label in list(self._meeting.met.values()):
+        for one, label in list(self.met.values()):
             if isinstance(one, functools._lru_cache_wrapper):
                 code = getattr(one.__wrapped__, "__code__", None)
                 if code is not None and is_watched_file(code.co_filename):
@@ -209,16 +190,8 @@ class ReadRecorder:
     def touch(self, module: nn.Module) -> None:
         """Count a module as one of which something was read."""
         is_own_class = type(module).__module__.startswith("graphsplit.")
-        if id(vars(module)) in self._meeting.tables and not is_own_class:
+        if id(vars(module)) in self.tables and not is_own_class:
             self.touched[id(vars(module))] = module
-
-    def label(self, module: nn.Module) -> str:
-        """The name of a module for people."""
-        return self._meeting.tables[id(vars(module))][2]
-
-    def path(self, module: nn.Module) -> str | None:
-        """The path of a module in what is captured."""
-        return self._meeting.tables[id(vars(module))][1]
 
     def note_tensors(self, place: Place, is_read: bool) -> None:
         """Note an attribute that the user has hung on a parameter or buffer."""
@@ -232,10 +205,10 @@ class ReadRecorder:
         if is_read and (self._is_off or self._is_paused()):
             return
         if is_read:
-            self._meeting.note_read(place)
-            self._meeting.meet(place.read(), place.label)
+            self.note_read(place)
+            self.meet(place.read(), place.label)
         else:
-            self._meeting.note(place, is_read=False)
+            self.note(place, is_read=False)
             self.noted[place.identity].is_written = True
 
     def note_lifted(self, place: Place) -> None:
@@ -249,14 +222,14 @@ class ReadRecorder:
         if (id(code), id(held)) in self._told or self._is_off or self._is_paused():
             return
         self._told.add((id(code), id(held)))
-        self._meeting.executed[id(code), id(held)] = code, held
+        self.executed[id(code), id(held)] = code, held
         self._note_code(code, held)
-        if id(code) not in self._meeting.functions and id(code) not in self._nested:
+        if id(code) not in self.functions and id(code) not in self._nested:
             for function in gc.get_referrers(code):
                 if isinstance(function, FunctionType) and function.__code__ is code:
-                    self._meeting.meet(function, function.__qualname__)
-        for function in self._meeting.functions.get(id(code), ()):
-            self._meeting.note_closure(function)
+                    self.meet(function, function.__qualname__)
+        for function in self.functions.get(id(code), ()):
+            self.note_closure(function)
 
     def _note_code(self, code: CodeType, held: dict[str, Any]) -> None:
         facts = facts_of(code)
@@ -264,15 +237,15 @@ class ReadRecorder:
         self._note_globals(held, facts, code)
         self.by_name.watch(held, facts.globals_read)
         self._note_imports(facts, held)
-        if "__getattribute__" in facts.attributes and not self._meeting.passes_by:
-            self._meeting.passes_by = True
-            for one, label in list(self._meeting.met.values()):
-                self._meeting.note_all_of(one, label)
+        if "__getattribute__" in facts.attributes and not self.passes_by:
+            self.passes_by = True
+            for one, label in list(self.met.values()):
+                self.note_all_of(one, label)
         new = facts.attributes - self._told
         self._told |= new
-        self._meeting.names |= new
-        for holder, label in self._meeting.named:
-            self._meeting.note_named(holder, label, new)
+        self.names |= new
+        for holder, label in self.named:
+            self.note_named(holder, label, new)
 
     def _note_imports(self, facts: CodeFacts, held: dict[str, Any]) -> None:
         for name in facts.imports:
@@ -290,7 +263,7 @@ class ReadRecorder:
         for count in range(1, len(parts) + 1):
             module = sys.modules.get(".".join(parts[:count]))
             if module is not None:
-                self._meeting.meet(module, ".".join(parts[:count]))
+                self.meet(module, ".".join(parts[:count]))
 
     def _asked(self, holder: Any, name: str | None, is_read: bool) -> None:
         """A module, a class, a function or all globals are asked for a name that was computed."""
@@ -309,9 +282,9 @@ class ReadRecorder:
                     place = named_place(
                         one, asked, f"{getattr(one, '__qualname__', label)}.{asked}"
                     )
-                    self._meeting.note(place, is_read=is_read)
+                    self.note(place, is_read=is_read)
                     if name is not None or isinstance(place.read(), CONTAINERS):
-                        self._meeting.meet(place.read(), place.label)
+                        self.meet(place.read(), place.label)
 
     def _note_globals(self, held: dict[str, Any], facts: CodeFacts, code: CodeType) -> None:
         where = short_path(code.co_filename)
@@ -323,10 +296,10 @@ class ReadRecorder:
             is_apart = isinstance(value, ModuleType) and not is_watchable_module(value)
             if is_apart or _is_put_there_by_capture(value) or self.by_name.has_put(held, name):
                 continue
-            self._meeting.note_read(entry(held, name, label, source), items)
-            self._meeting.meet(value, label)
+            self.note_read(entry(held, name, label, source), items)
+            self.meet(value, label)
         for name in facts.globals_written:
-            self._meeting.note(entry(held, name, f"{where}: {name}", source), is_read=False)
+            self.note(entry(held, name, f"{where}: {name}", source), is_read=False)
 
     # What code reads as an attribute.
 
@@ -339,11 +312,11 @@ class ReadRecorder:
         if name in _ALL_READ or name in _NOT_READ:
             return
         held = own_dictionary(one)
-        if id(held) in self._meeting.made or (
-            isinstance(value, FakeTensor) and self._meeting.real_of(value) is value
+        if id(held) in self.made or (
+            isinstance(value, FakeTensor) and self.real_of(value) is value
         ):
             return
-        known = self._meeting.tables.get(id(held))
+        known = self.tables.get(id(held))
         if known is None and isinstance(one, nn.Module):
             return  # torch's own, while it records
         if known is not None and type(known[0]).__module__.startswith("graphsplit."):
@@ -361,8 +334,8 @@ class ReadRecorder:
             place = self._place_of(one, held, name, value)
             is_whole = place is None
             if place is not None:
-                is_whole = self._meeting.note_read(place, self._items_asked_for(value))
-                self._meeting.meet(value, place.label)
+                is_whole = self.note_read(place, self._items_asked_for(value))
+                self.meet(value, place.label)
             if is_whole:
                 self._seen[id(one), name] = one
         finally:
@@ -376,39 +349,37 @@ class ReadRecorder:
         asker: Any = sys._getframe(3)
         asker = asker.f_back if is_own(asker.f_code.co_filename) else asker  # a watched ``vars``
         held = own_dictionary(one)
-        if held is None or id(held) in self._meeting.made:
+        if held is None or id(held) in self.made:
             return
-        if not held and id(one) not in self._meeting.met:
-            self._meeting.made[id(held)] = held  # a copy that is being made
+        if not held and id(one) not in self.met:
+            self.made[id(held)] = held  # a copy that is being made
             return
         if isinstance(one, nn.Module) and not is_users(asker.f_code.co_filename):
             return
         label = self._label_of(one)
-        self._meeting.note_all_of(one, label)
+        self.note_all_of(one, label)
         texts = found.f_code.co_consts if (found := users_frame(asker)) else ()
         for text in texts:  # vars(one).get("name"), which is not there yet
             if isinstance(text, str) and text.isidentifier() and text not in held:
-                self._meeting.note(entry(held, text, f"{label}.{text}", *self._where(held)))
+                self.note(entry(held, text, f"{label}.{text}", *self._where(held)))
 
     def _write(self, one: Any, name: str) -> None:
         """An attribute is about to be written or deleted."""
         if self._is_off or self._is_paused():
             return
         held = own_dictionary(one)
-        if held is not None and not held and id(one) not in self._meeting.met:
-            self._meeting.made[id(held)] = held  # it is being made
-        if id(held) in self._meeting.made or (
-            isinstance(one, nn.Module) and id(held) not in self._meeting.tables
-        ):
+        if held is not None and not held and id(one) not in self.met:
+            self.made[id(held)] = held  # it is being made
+        if id(held) in self.made or (isinstance(one, nn.Module) and id(held) not in self.tables):
             return
         place = self._place_of(one, held, name, MISSING)
         if place is not None:
-            self._meeting.note(place, is_read=False)
+            self.note(place, is_read=False)
             self.noted[place.identity].is_written = True
 
     def _place_of(self, one: Any, held: Any, name: str, value: Any) -> Place | None:
         """Where an attribute's value is kept; None for what is no value of the user's."""
-        module = self._meeting.tables.get(id(held))
+        module = self.tables.get(id(held))
         if module is not None and is_torchs(module[0], name):
             return None
         label = f"{self._label_of(one)}.{name}"
@@ -430,27 +401,25 @@ class ReadRecorder:
     def _note_absence(self, one: Any, held: Any, name: str, label: str, owner: type) -> None:
         """The attribute that would hide a class's, if it were there."""
         if held is not None and not hasattr(type(vars(owner)[name]), "__set__"):
-            self._meeting.note(entry(held, name, label, *self._where(held)))
+            self.note(entry(held, name, label, *self._where(held)))
         for kind in type(one).__mro__:
             if kind is owner:
                 return
             if is_watchable(kind):
-                self._meeting.note(
-                    Place(PlaceKind.CLASS, kind, name, f"{kind.__qualname__}.{name}")
-                )
+                self.note(Place(PlaceKind.CLASS, kind, name, f"{kind.__qualname__}.{name}"))
 
     def _where(self, held: Any) -> tuple[str, str | None]:
         """The user's line that is running, and the path of the module that is read."""
         frame = users_frame(sys._getframe(2))
         line = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
-        module = self._meeting.tables.get(id(held))
+        module = self.tables.get(id(held))
         return line, module[1] if module is not None else None
 
     def _label_of(self, one: Any) -> str:
-        module = self._meeting.tables.get(id(own_dictionary(one)))
+        module = self.tables.get(id(own_dictionary(one)))
         if module is not None:
             return module[2]
-        met = self._meeting.met.get(id(one))
+        met = self.met.get(id(one))
         return met[1] if met is not None else f"a {type(one).__name__}"
 
     def _items_asked_for(self, value: Any) -> tuple[Item, ...] | None:

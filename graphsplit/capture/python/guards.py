@@ -273,8 +273,9 @@ class StateWatch:
             recorder.touch(module)
         modules = [one for one in recorder.touched.values() if isinstance(one, nn.Module)]
         for module in modules:
-            self._check_parameters(module, recorder.label(module))
-            watched += _structure(module, recorder.label(module), recorder.path(module))
+            _, path, label = recorder.tables[id(vars(module))]
+            self._check_parameters(module, label)
+            watched += _structure(module, label, path)
         names = recorder.names | names_used_by(map(type, modules))
         watched += [
             Watched(place, outside(place.holder, place.key, place.read()))
