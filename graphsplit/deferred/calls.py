@@ -33,11 +33,6 @@ def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
     return untyped
 
 
-def new_storage(size_bytes: int) -> torch.UntypedStorage:
-    """Returns a CPU storage whose content is not set."""
-    return torch.UntypedStorage(size_bytes)
-
-
 def user_line() -> str:
     """Returns ``file:line`` of the user's innermost frame."""
     frame = sys._getframe(1)
@@ -78,10 +73,6 @@ class TensorSpec:
         extent = sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True)) + 1
         items = self.offset + (extent if all(self.size) else 0)
         return self.on(hollow_storage(items * self.dtype.itemsize))
-
-    def same_layout(self, tensor: torch.Tensor) -> bool:
-        """Tells whether ``tensor`` has this dtype, size, strides and offset."""
-        return TensorSpec.of(tensor, self.storage) == self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,9 +120,8 @@ class RecordedCall:
 
     def _check(self, outputs: list[torch.Tensor]) -> None:
         """Raises if the outputs are laid out otherwise than the construction was told."""
-        pairs = zip(self.created, outputs, strict=True)
-        for spec, output in pairs:
-            if not spec.same_layout(output):
+        for spec, output in zip(self.created, outputs, strict=True):
+            if TensorSpec.of(output, spec.storage) != spec:
                 raise DeferredInitError(
                     f"replaying {self.func} gave another layout than was recorded\n"
                     f"  {self.where}\n"

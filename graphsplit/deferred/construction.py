@@ -123,8 +123,8 @@ def _finish(recording: InitRecording) -> None:
     """Guards what stays deferred, and fills everything else that is alive."""
     gc.collect()  # Initialisers leave cycles that would keep temporaries alive.
     found, stays = _find_tensors(recording)
-    unguardable = {n for tensor, n in found if not deferred_guard.can_guard(tensor)}
-    stays -= unguardable
+    plain = (torch.Tensor, torch.nn.Parameter)  # these have a guarded form
+    stays -= {number for tensor, number in found if type(tensor) not in plain}
     # Alive but not to be found: held by C++ alone, where nothing could guard it.
     recording.fill(recording.alive() - stays)
     guarded = GuardedTensors(recording)

@@ -37,11 +37,6 @@ class DeferredParameter(DeferredTensor, torch.nn.Parameter):
     """A parameter whose memory and value do not exist yet."""
 
 
-def can_guard(tensor: torch.Tensor) -> bool:
-    """Tells whether the tensor is of a class that has a guarded form."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
 def is_guarded(value: object) -> bool:
     """Tells whether ``value`` is a deferred tensor."""
     return isinstance(value, DeferredTensor)

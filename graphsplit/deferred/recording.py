@@ -26,7 +26,6 @@ from graphsplit.deferred.calls import (
     RecordedCall,
     TensorSpec,
     hollow_storage,
-    new_storage,
     user_line,
 )
 from graphsplit.errors import DeferredInitError, InvariantError
@@ -83,39 +82,35 @@ class DrawChain:
         self._checksums.append(_checksum(self._end))
         note_dropped(size_bytes)
 
-    def __contains__(self, call: RecordedCall) -> bool:
-        return call in self._positions
+    def go_to(self, call: RecordedCall, here: int) -> int:
+        """Brings the generator to where it stood before the call; returns the position after it.
 
-    def start_of(self, position: int) -> int:
-        """Returns the last position up to this one whose state was kept."""
-        while position not in self._states:
-            position -= 1
-        return position
+        ``here`` is the position up to which the sequence was drawn again, -1 for none.
+        """
+        start = target = self._positions[call]
+        while start not in self._states:
+            start -= 1
+        # At a kept state the sequence may jump: the user seeded, or restored a state.
+        if not start < here <= target:
+            self.generator.set_state(self._states[start])
+            here = start
+        for position in range(here, target):  # drawn into memory that is dropped
+            self._calls[position].run(scratch_or_shape)
+            note_dropped(self._sizes[position])
+            self.check(self._calls[position])
+        return target + 1
 
-    def rewind(self, position: int) -> None:
-        """Puts the generator into the state kept for this position."""
-        self.generator.set_state(self._states[position])
-
-    def position_of(self, call: RecordedCall) -> int:
-        """Returns the call's place in the sequence."""
-        return self._positions[call]
-
-    def drop(self, position: int) -> None:
-        """Executes the call at this position into memory that is dropped."""
-        call = self._calls[position]
-        call.run(scratch_or_shape)
-        note_dropped(self._sizes[position])
-        self.check(position)
-
-    def check(self, position: int) -> None:
-        """Raises unless the generator is where the recording left it after this position."""
-        if _checksum(self.generator.get_state()) != self._checksums[position]:
-            call = self._calls[position]
+    def check(self, call: RecordedCall) -> None:
+        """Raises unless the generator is where the recording left it after this call."""
+        if _checksum(self.generator.get_state()) != self._checksums[self._positions[call]]:
             raise DeferredInitError(
                 f"replaying {call.func} took other random numbers than were recorded\n"
                 f"  {call.where}\n"
                 "  Fix: build this network without gs.deferred_init()."
             )
+
+    def __contains__(self, call: RecordedCall) -> bool:
+        return call in self._positions
 
 
 class DrawReplay:
@@ -128,20 +123,10 @@ class DrawReplay:
 
     def prepare(self, call: RecordedCall) -> DrawChain:
         """Brings the call's generator to where it stood before the call."""
-        index = next(i for i, chain in enumerate(self._chains) if call in chain)
-        chain = self._chains[index]
-        target = chain.position_of(call)
-        start = chain.start_of(target)
+        index, chain = next((i, chain) for i, chain in enumerate(self._chains) if call in chain)
         if index not in self._saved:
             self._saved[index] = chain.generator.get_state()
-        here = self._next.get(index, -1)
-        # At a kept state the sequence may jump: the user seeded, or restored a state.
-        if not start < here <= target:
-            chain.rewind(start)
-            here = start
-        for position in range(here, target):
-            chain.drop(position)
-        self._next[index] = target + 1
+        self._next[index] = chain.go_to(call, self._next.get(index, -1))
         return chain
 
     def restore(self) -> None:
@@ -170,17 +155,24 @@ def warn_if_large(size_bytes: int, because: str) -> None:
 
 
 class InitRecording:
-    """Hollow storages and the calls that tell their contents. Not thread-safe."""
+    """Hollow storages and the calls that tell their contents. Not thread-safe.
+
+    Attributes:
+        calls: operations that were not executed, or whose result was dropped.
+        hollow: the hollow storages, by number.
+        sizes: the size of each storage in bytes.
+        unset: storages without a content of their own: those of ``torch.empty``.
+    """
 
     def __init__(self) -> None:
         self.is_open = True
         self.on_filled: Callable[[set[int]], None] = lambda _: None
-        self._calls: list[RecordedCall] = []
+        self.calls: list[RecordedCall] = []
         self._chains: list[DrawChain] = []
-        self._hollow: dict[int, torch.UntypedStorage] = {}
+        self.hollow: dict[int, torch.UntypedStorage] = {}
         self._by_address: dict[int, int] = {}
-        self._sizes: list[int] = []
-        self._unset: set[int] = set()
+        self.sizes: list[int] = []
+        self.unset: set[int] = set()
         # Contents as of the call at this position, kept from one read to the next.
         self._recent: tuple[int, dict[int, torch.UntypedStorage]] = (0, {})
 
@@ -195,28 +187,12 @@ class InitRecording:
 
     def new_storage(self, size_bytes: int) -> int:
         """Adds a hollow storage and returns its number."""
-        number = len(self._sizes)
+        number = len(self.sizes)
         storage = hollow_storage(size_bytes)
-        self._sizes.append(size_bytes)
-        self._hollow[number] = storage
+        self.sizes.append(size_bytes)
+        self.hollow[number] = storage
         self._by_address[storage_key(storage)] = number
         return number
-
-    def new_tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """Returns a tensor on the hollow storage that the spec names."""
-        return spec.on(self._hollow[spec.storage])
-
-    def size_bytes(self, number: int) -> int:
-        """Returns the size of a storage."""
-        return self._sizes[number]
-
-    def leave_unset(self, number: int) -> None:
-        """Says that the storage has no content of its own: it comes from ``torch.empty``."""
-        self._unset.add(number)
-
-    def append(self, call: RecordedCall) -> None:
-        """Adds an operation that was not executed, or whose result was dropped."""
-        self._calls.append(call)
 
     def chain_of(self, generator: torch.Generator) -> DrawChain:
         """Returns the chain of the random calls of this generator."""
@@ -228,13 +204,8 @@ class InitRecording:
 
     def alive(self) -> set[int]:
         """Returns the hollow storages on which some tensor outside of the recording lies."""
-        return self._alive_among(self._hollow)
-
-    def _alive_among(self, numbers: Iterable[int]) -> set[int]:
         # One count is that of the recording's own reference.
-        count = storage_use_count
-        hollow = self._hollow
-        return {n for n in numbers if n in hollow and count(storage_key(hollow[n])) > 1}
+        return {n for n, held in self.hollow.items() if storage_use_count(storage_key(held)) > 1}
 
     def close(self) -> None:
         """Ends the recording; forgets what nothing alive depends on."""
@@ -246,10 +217,10 @@ class InitRecording:
 
         With ``because`` a warning says why memory is taken before the plan is known.
         """
-        wanted = {number for number in numbers if number in self._hollow}
+        wanted = {number for number in numbers if number in self.hollow}
         if not wanted:
             return
-        size_bytes = sum(self._sizes[number] for number in wanted)
+        size_bytes = sum(self.sizes[number] for number in wanted)
         if because is not None:
             warn_if_large(size_bytes, because)
         with plain_torch():
@@ -261,7 +232,7 @@ class InitRecording:
             self._forget()
 
     def _swap_in(self, number: int, content: torch.UntypedStorage) -> None:
-        storage = self._hollow.pop(number)
+        storage = self.hollow.pop(number)
         del self._by_address[storage_key(storage)]
         if content.nbytes() != storage.nbytes():
             raise DeferredInitError(
@@ -273,10 +244,10 @@ class InitRecording:
     def _forget(self) -> None:
         """Drops hollow storages that nobody holds, and the calls that no other needs."""
         alive = self.alive()
-        for number in set(self._hollow) - alive:
-            del self._by_address[storage_key(self._hollow.pop(number))]
+        for number in set(self.hollow) - alive:
+            del self._by_address[storage_key(self.hollow.pop(number))]
         self._recent = (0, {})
-        self._calls, _ = _needed_for(self._calls, alive)
+        self.calls, _ = _needed_for(self.calls, alive)
 
     def _compute(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
         """Returns the wanted contents on new memory.
@@ -286,10 +257,10 @@ class InitRecording:
         """
         position, known = self._recent
         self._recent = (0, {})
-        since = self._calls[position:]
+        since = self.calls[position:]
         newer, needed = _needed_for(since, wanted)
         known = {number: known[number] for number in needed if number in known}
-        older, _ = _needed_for(self._calls[:position], needed - set(known))
+        older, _ = _needed_for(self.calls[:position], needed - set(known))
         contents: dict[int, torch.UntypedStorage] = {}
         replay = DrawReplay(self._chains)
         try:
@@ -298,14 +269,14 @@ class InitRecording:
             known.clear()
             keep = set(wanted)
             if self.is_open:
-                keep |= self._alive_among(_up_to_date(since, newer, contents))
+                keep |= self.alive() & _up_to_date(since, newer, contents)
             self._run(newer, contents, replay, keep=keep)
         finally:
             replay.restore()
         for number in wanted - set(contents):
             contents[number] = self._unset_content(number, ())
         if self.is_open:
-            self._recent = (len(self._calls), self._worth_keeping(contents, keep - wanted))
+            self._recent = (len(self.calls), self._worth_keeping(contents, keep - wanted))
         return contents
 
     def _worth_keeping(
@@ -313,10 +284,10 @@ class InitRecording:
     ) -> dict[int, torch.UntypedStorage]:
         """Returns the latest contents, bounded by what one initialiser works on at a time."""
         candidates = [number for number in reversed(contents) if number in alive]
-        room = 4 * max((self._sizes[number] for number in candidates), default=0)
+        room = 4 * max((self.sizes[number] for number in candidates), default=0)
         kept = {}
         for number in candidates:
-            room -= self._sizes[number]
+            room -= self.sizes[number]
             if room >= 0:
                 kept[number] = contents[number]
         return kept
@@ -336,9 +307,9 @@ class InitRecording:
 
     def _unset_content(self, number: int, allowed: Collection[int]) -> torch.UntypedStorage:
         """Returns new memory for what plain construction, too, would not have set yet."""
-        if number not in self._unset and number not in allowed:
+        if number not in self.unset and number not in allowed:
             raise InvariantError(f"no content for storage {number}")
-        return new_storage(self._sizes[number])
+        return torch.UntypedStorage(self.sizes[number])
 
     def _run(
         self,
@@ -353,13 +324,13 @@ class InitRecording:
             chain = replay.prepare(call) if call.is_draw else None
             outputs = call.run(partial(self._resolve, contents, call.overwrites))
             if chain is not None:
-                chain.check(chain.position_of(call))
+                chain.check(call)
             for spec, output in zip(call.created, outputs, strict=True):
                 contents[spec.storage] = output.untyped_storage()
             del outputs
             for number in dead & set(contents):
                 del contents[number]
-                note_dropped(self._sizes[number])
+                note_dropped(self.sizes[number])
 
 
 def _needed_for(

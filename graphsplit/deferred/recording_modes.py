@@ -16,6 +16,8 @@ The last line but one is the fallback, per tensor: it holds for values that Pyth
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +50,6 @@ _HIDES_WRITES = frozenset(
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _name(func: Any) -> str:
-    return str(func.overloadpacket.__name__)
-
-
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -77,16 +75,6 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     )
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the arguments that the operation's schema says it writes to."""
-    written: list[torch.Tensor] = []
-    for index, argument in enumerate(operator_schema(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += _tensors(value)
-    return written
-
-
 def _returns_views(func: Any) -> bool:
     aliases = [ret.alias_info for ret in operator_schema(func).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
@@ -98,6 +86,43 @@ def _is_recordable(func: Any) -> bool:
     return all(kind in ("Tensor", "List[Tensor]") for kind in kinds) and not any(
         argument.is_out for argument in operator_schema(func).arguments
     )
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An operation that was called, its tensors, and those of them that are hollow."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
+    hollow: list[torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """The operator's name without its overload."""
+        return str(self.func.overloadpacket.__name__)
+
+    def run(self) -> Any:
+        """Executes it."""
+        return self.func(*self.args, **self.kwargs)
+
+    def written(self) -> list[torch.Tensor]:
+        """Returns the arguments that the operation's schema says it writes to."""
+        written: list[torch.Tensor] = []
+        for index, argument in enumerate(operator_schema(self.func).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                is_given = index < len(self.args)
+                value = self.args[index] if is_given else self.kwargs.get(argument.name)
+                written += _tensors(value)
+        return written
+
+    def on_meta(self) -> Any:
+        """Executes it on tensors without memory."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _shape_of, (self.args, self.kwargs))
+        if any(argument.name == "device" for argument in operator_schema(self.func).arguments):
+            kwargs["device"] = torch.device("meta")
+        return self.func(*args, **kwargs)
 
 
 class OperationMode(TorchDispatchMode):
@@ -117,114 +142,81 @@ class OperationMode(TorchDispatchMode):
     ) -> Any:
         """Handles one operation, below autograd."""
         with DisableTorchFunction():
-            return self._handle(func, args, kwargs or {})
+            tensors = _tensors((args, kwargs or {}))
+            hollow = [t for t in tensors if self._recording.number_of(t) is not None]
+            return self._handle(_Operation(func, args, kwargs or {}, tensors, hollow))
 
-    def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
-        name = _name(func)
-        hollow = [t for t in tensors if self._recording.number_of(t) is not None]
-        makes = func.namespace == "aten" and (not tensors or name in _SHAPE_ONLY)
-        if not hollow and not makes:
-            return func(*args, **kwargs)
-        if func.namespace != "aten" or not _is_plain_cpu(tensors, kwargs):
-            return self._execute(func, hollow, args, kwargs)
+    def _handle(self, one: _Operation) -> Any:
+        func, name = one.func, one.name
+        makes = func.namespace == "aten" and (not one.tensors or name in _SHAPE_ONLY)
+        if not one.hollow and not makes:
+            return one.run()
+        if func.namespace != "aten" or not _is_plain_cpu(one.tensors, one.kwargs):
+            return self._execute(one)
         if name in _CHANGES_STORAGE | _HIDES_WRITES or not _is_recordable(func):
-            return self._execute(func, hollow, args, kwargs)
+            return self._execute(one)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, name, hollow, args, kwargs)
+            return self._draw(one)
         if name in _MAKES_ALIAS or torch.Tag.inplace_view in func.tags or _returns_views(func):
-            return func(*args, **kwargs)
-        return self._record(func, name, hollow, args, kwargs)
+            return one.run()
+        return self._record(one)
 
-    def _execute(
-        self, func: Any, hollow: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        numbers = {self._recording.number_of(tensor) for tensor in hollow} - {None}
-        self._recording.fill((n for n in numbers if n is not None), because=f"{func} needs a value")
-        return func(*args, **kwargs)
+    def _execute(self, one: _Operation) -> Any:
+        _fill(self._recording, one.hollow, f"{one.func} needs a value")
+        return one.run()
 
-    def _draw(
-        self,
-        func: Any,
-        name: str,
-        hollow: list[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _draw(self, one: _Operation) -> Any:
         """Executes a random call, so that the generator moves on, drops the result, records."""
-        into = name in _DRAW_INTO and len(_tensors((args, kwargs))) == 1
-        if not into and name not in _DRAW_NEW | _DRAW_LIKE:
-            return self._execute(func, hollow, args, kwargs)
-        generator = kwargs.get("generator")
-        chain = self._recording.chain_of(generator or torch.default_generator)
+        into = one.name in _DRAW_INTO and len(one.tensors) == 1
+        if not into and one.name not in _DRAW_NEW | _DRAW_LIKE:
+            return self._execute(one)
+        chain = self._recording.chain_of(one.kwargs.get("generator") or torch.default_generator)
+        created: list[TensorSpec] = []
         if into:
-            target: torch.Tensor = args[0]
-            scratch = self._spec(target).scratch()
-            chain.before_draw(target.numel())
-            func(scratch, *args[1:], **kwargs)
+            result: torch.Tensor = one.args[0]
+            scratch = self._spec(result).scratch()
+            chain.before_draw(result.numel())
+            one.func(scratch, *one.args[1:], **one.kwargs)
             del scratch
-            call = self._call(func, name, args, kwargs, [], is_draw=True)
-            result = target
         else:
-            chain.before_draw(_num_elements(args[0]))
-            drawn = func(*args, **kwargs)
-            result, spec = self._new_like(drawn)
+            chain.before_draw(_num_elements(one.args[0]))
+            drawn = one.run()
+            result = self._new_like(drawn, created)
             del drawn
-            call = self._call(func, name, args, kwargs, [spec], is_draw=True)
+        call = self._call(one, created, is_draw=True)
         chain.after_draw(call, result.nbytes)
-        self._recording.append(call)
+        self._recording.calls.append(call)
         return result
 
-    def _record(
-        self,
-        func: Any,
-        name: str,
-        hollow: list[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        written = _written(func, args, kwargs)
-        operands = _tensors((args, kwargs))
-        real = [t for t in operands if self._recording.number_of(t) is None]
+    def _record(self, one: _Operation) -> Any:
+        written = one.written()
+        real = [t for t in one.tensors if self._recording.number_of(t) is None]
         if any(t is w for t in real for w in written) or not all(_clones_exactly(t) for t in real):
-            return self._execute(func, hollow, args, kwargs)
+            return self._execute(one)
         try:
-            shaped = self._on_meta(func, args, kwargs)
+            shaped = one.on_meta()
         except _NO_SHAPE:
             # Either torch knows no shape without the values, or the call is wrong: executing it
             # gives the result, or the error of plain construction.
-            return self._execute(func, hollow, args, kwargs)
+            return self._execute(one)
         created: list[TensorSpec] = []
         if written:
-            result = _written_result(func, args, kwargs, written)
+            num_returns = len(operator_schema(one.func).returns)
+            several = written[0] if num_returns == 1 else tuple(written)
+            result = None if num_returns == 0 else several
         else:
-
-            def make(meta: torch.Tensor) -> torch.Tensor:
-                tensor, spec = self._new_like(meta)
-                created.append(spec)
-                return tensor
-
+            make = partial(self._new_like, created=created)
             result = pytree.tree_map_only(torch.Tensor, make, shaped)
-        if name in _EMPTY and not torch.are_deterministic_algorithms_enabled():
-            self._recording.leave_unset(created[0].storage)
+        if one.name in _EMPTY and not torch.are_deterministic_algorithms_enabled():
+            self._recording.unset.add(created[0].storage)
         else:
-            self._recording.append(self._call(func, name, args, kwargs, created))
+            self._recording.calls.append(self._call(one, created))
         return result
 
-    def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-            size, stride = tensor.size(), tensor.stride()
-            return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-
-        meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, shape_of, (args, kwargs))
-        if any(argument.name == "device" for argument in operator_schema(func).arguments):
-            meta_kwargs["device"] = torch.device("meta")
-        return func(*meta_args, **meta_kwargs)
-
-    def _new_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorSpec]:
+    def _new_like(self, tensor: torch.Tensor, created: list[TensorSpec]) -> torch.Tensor:
         number = self._recording.new_storage(tensor.untyped_storage().nbytes())
-        spec = TensorSpec.of(tensor, number)
-        return self._recording.new_tensor(spec), spec
+        created.append(TensorSpec.of(tensor, number))
+        return created[-1].on(self._recording.hollow[number])
 
     def _spec(self, tensor: torch.Tensor) -> TensorSpec:
         number = self._recording.number_of(tensor)
@@ -232,37 +224,30 @@ class OperationMode(TorchDispatchMode):
         return TensorSpec.of(tensor, number)
 
     def _call(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        created: list[TensorSpec],
-        *,
-        is_draw: bool = False,
+        self, one: _Operation, created: list[TensorSpec], *, is_draw: bool = False
     ) -> RecordedCall:
         def describe(tensor: torch.Tensor) -> Any:
-            if name in _SHAPE_ONLY:
+            if one.name in _SHAPE_ONLY:
                 return TensorSpec.of(tensor, SHAPE_ONLY)
             if self._recording.number_of(tensor) is not None:
                 return self._spec(tensor)
             # A real operand may be changed by anyone later: the recording needs its own copy.
-            warn_if_large(tensor.nbytes, f"{func} takes in a tensor that is not deferred")
+            warn_if_large(tensor.nbytes, f"{one.func} takes in a tensor that is not deferred")
             return tensor.clone()
 
-        written = {self._spec(t) for t in _written(func, args, kwargs)}
-        described = pytree.tree_map_only(torch.Tensor, describe, (args, kwargs))
+        written = {self._spec(t) for t in one.written()}
+        described = pytree.tree_map_only(torch.Tensor, describe, (one.args, one.kwargs))
         specs = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, TensorSpec)]
         reads = {spec.storage for spec in specs if spec.storage >= 0}
         overwrites = {spec.storage for spec in created}
-        if name in _FILLS and self._covers(args[0]):
-            target = self._spec(args[0]).storage
+        if one.name in _FILLS and self._covers(one.args[0]):
+            target = self._spec(one.args[0]).storage
             sources = pytree.tree_leaves((described[0][1:], described[1]))
             if all(not isinstance(s, TensorSpec) or s.storage != target for s in sources):
                 reads.discard(target)
                 overwrites.add(target)
         return RecordedCall(
-            func=func,
+            func=one.func,
             args=described[0],
             kwargs=described[1],
             reads=frozenset(reads),
@@ -276,7 +261,7 @@ class OperationMode(TorchDispatchMode):
 
     def _covers(self, tensor: torch.Tensor) -> bool:
         """Tells whether a hollow tensor is the whole of its storage."""
-        size_bytes = self._recording.size_bytes(self._spec(tensor).storage)
+        size_bytes = self._recording.sizes[self._spec(tensor).storage]
         return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size_bytes
 
 
@@ -291,14 +276,15 @@ def _clones_exactly(tensor: torch.Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def _written_result(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
-) -> Any:
-    """Returns what an operation that writes to its arguments returns: these arguments."""
-    num_returns = len(operator_schema(func).returns)
-    if num_returns == 0:
-        return None
-    return written[0] if num_returns == 1 else tuple(written)
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    size, stride = tensor.size(), tensor.stride()
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+
+
+def _fill(recording: InitRecording, tensors: list[torch.Tensor], because: str) -> None:
+    """Fills the hollow ones among some tensors."""
+    numbers = (recording.number_of(tensor) for tensor in tensors)
+    recording.fill((n for n in numbers if n is not None), because=because)
 
 
 def _readers() -> frozenset[Any]:
@@ -324,9 +310,8 @@ class ReadingMode(TorchFunctionMode):
         """Handles one call of torch's Python interface."""
         if func in self._READERS and not _copies_by_clone(func, args):
             with plain_torch():
-                numbers = [self._recording.number_of(t) for t in _tensors((args, kwargs))]
                 because = f"Tensor.{getattr(func, '__name__', func)} needs a value"
-                self._recording.fill((n for n in numbers if n is not None), because=because)
+                _fill(self._recording, _tensors((args, kwargs)), because)
         return func(*args, **(kwargs or {}))
 
 
