@@ -30,26 +30,8 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``Tensor.backward``, or ``torch.autograd.backward`` of several."""
-    wanted = _of_function(*args, **kwargs) if args[1:] or kwargs else _Wanted.of(args[0], None)
+    wanted = _Wanted.of(*args, **kwargs)
     wanted.run(wanted.add)
-
-
-def _of_function(
-    outputs: Any,
-    gradient: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-    *,
-    grad_tensors: Any = None,
-) -> _Wanted:
-    return _Wanted.of(
-        outputs,
-        gradient if grad_tensors is None else grad_tensors,
-        retain=bool(retain_graph),
-        is_differentiable=create_graph,
-        inputs=inputs,
-    )
 
 
 def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,13 +55,7 @@ def _of_grad(
             "torch.autograd.grad(is_grads_batched=True) through a distributed network\n"
             "  Fix: call it for one gradient after the other."
         )
-    wanted = _Wanted.of(
-        outputs,
-        grad_outputs,
-        retain=bool(retain_graph),
-        is_differentiable=create_graph,
-        inputs=inputs,
-    )
+    wanted = _Wanted.of(outputs, grad_outputs, retain_graph, create_graph, inputs)
     found = wanted.run(wanted.found)
     if materialize_grads:
         found = [
@@ -113,14 +89,15 @@ class _Wanted:
     @staticmethod
     def of(
         outputs: Any,
-        gradients: Any,
-        *,
-        retain: bool = False,
-        is_differentiable: bool = False,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
         inputs: Any = None,
+        *,
+        grad_tensors: Any = None,
     ) -> _Wanted:
         """Check what the script has asked for."""
-        if is_differentiable:
+        if create_graph:
             raise ConfigurationError(
                 "create_graph=True through a distributed network: gradients of gradients stop at "
                 "the network's edge\n  Fix: compute the penalty in the forward of a module that is "
@@ -132,8 +109,10 @@ class _Wanted:
                 "backward of values that live on one worker and ordinary tensors together\n"
                 "  Fix: call backward on their sum."
             )
-        given = [None] * len(several) if gradients is None else _listed(gradients)
-        return _Wanted(several, given, None if inputs is None else _listed(inputs), retain)
+        gradient = gradient if grad_tensors is None else grad_tensors
+        given = [None] * len(several) if gradient is None else _listed(gradient)
+        ends = None if inputs is None else _listed(inputs)
+        return _Wanted(several, given, ends, bool(retain_graph))
 
     @property
     def loop(self) -> Loop:

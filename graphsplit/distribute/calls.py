@@ -60,10 +60,6 @@ class NetworkCalls(ClusterEngine):
         """Load what this worker owns, as ``load_state_dict`` with these options does."""
         return self._gatherer().load_network(state, **options)
 
-    def python_values(self) -> list[list[Any]]:
-        """Attributes that forward has changed."""
-        return self.planner.python_values.kept()
-
     def backward(self, call: Call, given: Mapping[int, torch.Tensor], loop: Loop) -> None:
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given

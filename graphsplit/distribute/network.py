@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
@@ -196,7 +196,9 @@ class Distributed:
             finally:
                 self._loop.is_calling = False
             self._settle(call.plan.runner)
-            self._make_copies(others)
+            if others:
+                tensors = self._tensors()
+                make_copies(others, lambda name: mark_of(tensors[name], self._loop))
             self._loop.num_calls += self._task.network.training
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             return call.outputs(together(inputs), self._loop)
@@ -212,11 +214,6 @@ class Distributed:
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return named_state(self._task.network, None)
-
-    def _make_copies(self, others: Sequence[tuple[torch.Tensor, str]]) -> None:
-        if others:
-            tensors = self._tensors()
-            make_copies(others, lambda name: mark_of(tensors[name], self._loop))
 
     def load_state_dict(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Load what this worker owns."""
@@ -237,9 +234,7 @@ class Distributed:
         if runner in self._settled:
             return
         self._settled.add(runner)
-        owners = self.calls.planner.owners
-        tensors = named_state(self._task.network, None)
-        self._take_note(tensors, dict(owners))
+        self._take_note(self._tensors(), dict(self.calls.planner.owners))
 
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         job, network = self._job, self._task.network
@@ -251,12 +246,13 @@ class Distributed:
 
     def owners(self) -> dict[str, int]:
         """The worker on which each parameter and buffer lives; empty before it is known."""
-        return self._job.owners.known(named_state(self._task.network, None))
+        return self._job.owners.known(self._tensors())
 
     def python_values(self) -> list[list[Any]]:
         """Attributes that forward has changed, as ``put_python_values`` takes them."""
         with self._as_itself():
-            return [one for calls in self._casting.values() for one in calls.python_values()]
+            kept = (calls.planner.python_values.kept() for calls in self._casting.values())
+            return [one for several in kept for one in several]
 
     def put_python_values(self, values: list[list[Any]]) -> None:
         """Let the network have these again."""
@@ -271,13 +267,13 @@ class Distributed:
         """
         with self._as_itself(), DisableTorchFunctionSubclass():
             self.calls.planner.adopt(owners)
-        self._take_note(named_state(self._task.network, None), dict(owners))
+        self._take_note(self._tensors(), dict(owners))
 
     def copy(self, memo: dict[int, Any]) -> Any:
         """A copy of the network, each tensor of which lives where the one before it does."""
         network: Any = self._task.network
         owners = self.calls.planner.owners
-        tensors = owned_state(named_state(network, None))
+        tensors = owned_state(self._tensors())
         with self._as_itself(), DisableTorchFunctionSubclass():
             for name, tensor in tensors.items() if owners else ():
                 if id(tensor) not in memo:

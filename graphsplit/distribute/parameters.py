@@ -293,6 +293,7 @@ class Gradients:
         self._known: dict[int, LoopValue | None] = {}
         self._known_at = -1  # how many changes there were
         self._number = loop.num_settled  # the same on all workers
+        self._question = f"grad of parameters of network {self._number}"
         for index, tensor in enumerate((*parameters, *buffers)):
             number = "parameter", index, "of network", self._number
             enter_loop(tensor, InLoop(loop, owners[id(tensor)], self.of, tensor, number))
@@ -304,10 +305,6 @@ class Gradients:
             self._known = self._loop.job.script.collective(call)
             self._known_at = self._loop.num_changes
         return self._known.get(id(parameter))
-
-    @property
-    def _question(self) -> str:
-        return f"grad of parameters of network {self._number}"
 
     def _learn(self) -> dict[int, LoopValue | None]:
         with self._loop.job.reporting(), DisableTorchFunctionSubclass():

@@ -24,7 +24,7 @@ from graphsplit.distribute.forms import (
     written,
 )
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow
-from graphsplit.distribute.workers.loop import META, Loop, enter, move, shape_of, share
+from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
@@ -167,7 +167,7 @@ class LoopValue(torch.Tensor):
     def shared(self) -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, with its history."""
         if torch.is_grad_enabled() and self.held.requires_grad:
-            return share(self.loop, self.home, self.held)
+            return way(self.loop, self.home, None, self.held)
         return self.everywhere()
 
     def at(self, home: int) -> torch.Tensor:
@@ -176,7 +176,7 @@ class LoopValue(torch.Tensor):
             return self.held
         known = self.known_number
         if torch.is_grad_enabled() and self.held.requires_grad:
-            return move(self.loop, (self.home, home), self.held)
+            return way(self.loop, self.home, home, self.held)
         if known is not None:  # by all workers: one of them may do it alone
             return known.clone() if self.loop.rank == home else shape_of(known)
         version = self._state()
@@ -400,8 +400,8 @@ def _kept(value: LoopValue, result: Any) -> Any:
     """A result with a history stays a value of the loop, so that its backward is one too."""
     if not isinstance(result, torch.Tensor) or not result.requires_grad:
         return result
-    inner, number = enter(value.loop, value.home, result), value.loop.taken.next()
-    return LoopValue.of(inner, value.home, value.loop, number)
+    inner = way(value.loop, None, value.home, result)
+    return LoopValue.of(inner, value.home, value.loop, value.loop.taken.next())
 
 
 def _needs_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -485,7 +485,7 @@ def _operand(leaf: Any, home: int, loop: Loop, name: str) -> Any:
         if torch.is_grad_enabled() and leaf.requires_grad:
             if leaf.is_leaf:
                 refuse_cached_cast("a tensor with a gradient")
-            return enter(loop, home, leaf)
+            return way(loop, None, home, leaf)
         return leaf if is_here else leaf.to(META)
     if is_here:
         return leaf

@@ -46,29 +46,32 @@ _DTYPES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class UpdateRules:
     """The rules by which a Model treats gradients.
 
     Attributes:
-        optimizers: Stepped one after the other.
         clip: How gradients are clipped, or None.
         scaler: Scales the loss, or None.
         set_to_none: Whether gradients become None before a step, or zeros.
         accumulate: Over how many batches gradients are added up before the optimizers step.
-        order: In which order gradients of microbatches are added.
-        by: Whether each batch is added up by itself, or each microbatch over batches.
-        dtype: To what gradients of microbatches and their sums are rounded, or None.
+        gradient_order: In which order gradients of microbatches are added.
+        gradient_dtype: To what gradients of microbatches and their sums are rounded, or None.
+        accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
     """
 
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     clip: Clip | None = None
     scaler: torch.amp.GradScaler | None = None
     set_to_none: bool = True
     accumulate: int = 1
-    order: GradientOrder = "left"
-    by: AccumulateBy = "batch"
-    dtype: torch.dtype | None = None
+    gradient_order: GradientOrder = "left"
+    gradient_dtype: torch.dtype | None = None
+    accumulate_by: AccumulateBy = "batch"
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers, in the order in which they are stepped."""
+        raise NotImplementedError
 
     @property
     def scales(self) -> bool:
@@ -87,15 +90,15 @@ class UpdateRules:
             return tuple(num_flags + 2 * owners.count(w) for w in range(num_workers))
         return (num_flags,) * num_workers if num_flags else None
 
-    def describe(self) -> str:
+    def describe_rules(self) -> str:
         """Clipping and scaling as text: workers whose scripts differ there must notice."""
         scaler = None
         if self.scaler is not None:
             scaler = {k: v for k, v in self.scaler.state_dict().items() if k != GROWTH}
         return (
             f"clip {self.clip}, scaler {scaler}, set_to_none {self.set_to_none}, "
-            f"accumulate {self.accumulate} by {self.by}, "
-            f"gradient_order {self.order} in {self.dtype}"
+            f"accumulate {self.accumulate} by {self.accumulate_by}, "
+            f"gradient_order {self.gradient_order} in {self.gradient_dtype}"
         )
 
 
@@ -124,18 +127,15 @@ class Updater:
         self.on_gradients: Callable[[], None] | None = None
         self.last_norm: torch.Tensor | None = None
         self.loss_scale = 1.0
-        self._parameters = tuple(parameters)
-        self._optimizers = [_guarded(optimizer) for optimizer in rules.optimizers]
-        self.settings = Settings(rules.optimizers)
         self._owners: tuple[int, ...] = ()
         self._share: Share | None = None
+        self.renew(parameters)
 
-    def renew(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:
-        """Go on with other rules or parameters; owners are to be settled anew."""
-        self.rules = rules
+    def renew(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Go on with other optimizers or parameters; owners are to be settled anew."""
         self._parameters = tuple(parameters)
-        self._optimizers = [_guarded(optimizer) for optimizer in rules.optimizers]
-        self.settings = Settings(rules.optimizers)
+        self._optimizers = [_guarded(optimizer) for optimizer in self.rules.optimizers]
+        self.settings = Settings(self.rules.optimizers)
 
     def settle(self, residence: Residence) -> None:
         """Take note of where every parameter lives."""

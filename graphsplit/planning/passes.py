@@ -183,7 +183,7 @@ def make_plan(
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)
         owners_of_all = [owned[name] for name in names]
-        sizes = task.update_rules.partial_sizes(owners_of_all, num_workers)
+        sizes = task.partial_sizes(owners_of_all, num_workers)
         plan = with_reduction(plan, sizes) if sizes is not None else plan
     check_reduction(plan)
     if part.exchange is Exchange.ALONE:

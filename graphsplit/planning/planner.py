@@ -77,7 +77,7 @@ class Planner:
         self.trainable = trainable_of(task)
         self.plain_values_agree = True  # on all workers, once all have read one loader
         self._is_settled = False  # whether the updater knows where its parameters live
-        self.updater = Updater(task.update_rules, self.parameters)
+        self.updater = Updater(task, self.parameters)
         self._progress = PlanningLines(job.rank, task)
         self.sums, self.num_kept = task.part_sums, task.num_kept
         check_trained(task)
@@ -334,7 +334,7 @@ class Planner:
         if not force and list(map(id, parameters)) == list(map(id, self.parameters)):
             return  # they are held, so that identities stay their own
         self.parameters, self._is_settled = parameters, False
-        self.updater.renew(self._task.update_rules, parameters)
+        self.updater.renew(parameters)
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan of a mode that was used last, and computes, if there is any."""

@@ -14,8 +14,7 @@ from graphsplit.capture.graph import LOSS_PATH
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import ConfigurationError
 from graphsplit.marks.annotations import Annotation, annotations_of
-from graphsplit.optimizers.clip import Clip
-from graphsplit.optimizers.update import AccumulateBy, GradientOrder, UpdateRules
+from graphsplit.optimizers.update import UpdateRules
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import (
     Policy,
@@ -28,7 +27,7 @@ ReadBy = Literal["rows", "batches"]
 
 
 @dataclass
-class Task:
+class Task(UpdateRules):
     """All that a Model runs, apart from the batch. A Model may swap its loss and optimizer.
 
     Attributes:
@@ -40,19 +39,12 @@ class Task:
         dynamic_dims: Dimensions of the batch that may change without a new plan, with the largest
             size of each.
         divider: How batches become microbatches in training.
-        clip: How gradients are clipped, or None.
-        scaler: Scales the loss, or None.
-        set_to_none: Whether gradients become None before a step, or zeros.
         autocast: The lower dtype, if network and loss run under autocast.
-        accumulate: Over how many batches gradients are added up before the optimizers step.
         schedule: In which order workers compute microbatches: a name, or a policy.
         compiler: Compiles segments, or None.
         recompute: Whether backward runs forward again instead of keeping what it saves: of
             everything, or of the modules with these paths.
         keep_outputs: Whether training steps hand out what the network returned.
-        gradient_order: In which order gradients of microbatches are added.
-        gradient_dtype: To what gradients of microbatches and their sums are rounded, or None.
-        accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
         reading: Whether replicas read their own rows of a batch where that is safe, or all of it.
     """
 
@@ -63,18 +55,11 @@ class Task:
     with_loss: bool
     dynamic_dims: Mapping[int, int] = field(default_factory=dict)
     divider: Divider = field(default_factory=Divider)
-    clip: Clip | None = None
-    scaler: torch.amp.GradScaler | None = None
-    set_to_none: bool = True
     autocast: torch.dtype | None = None
-    accumulate: int = 1
     schedule: str | Policy = "1f1b"
     compiler: Compiler | None = None
     recompute: bool | tuple[str, ...] = False
     keep_outputs: bool = False
-    gradient_order: GradientOrder = "left"
-    gradient_dtype: torch.dtype | None = None
-    accumulate_by: AccumulateBy = "batch"
     reading: ReadBy = "rows"
 
     @property
@@ -98,20 +83,6 @@ class Task:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             return (self.optimizer,)
         return tuple(self.optimizer or ())
-
-    @property
-    def update_rules(self) -> UpdateRules:
-        """The treatment of gradients."""
-        return UpdateRules(
-            self.optimizers,
-            self.clip,
-            self.scaler,
-            self.set_to_none,
-            self.accumulate,
-            self.gradient_order,
-            self.accumulate_by,
-            self.gradient_dtype,
-        )
 
 
 def stateful_modules(task: Task) -> list[nn.Module]:
@@ -176,7 +147,7 @@ def check_trained(task: Task) -> None:
 def describe_optimizers(task: Task) -> str:
     """The optimizer's class and settings: workers whose scripts differ only there must notice."""
     names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
-    lines = [task.update_rules.describe()]
+    lines = [task.describe_rules()]
     for optimizer in task.optimizers:
         lines.append(f"optimizer {type(optimizer).__name__}")
         for group in optimizer.param_groups:

@@ -164,6 +164,16 @@ class Loop:
                 return laid_out(group.receive_tensor(meta, source=source), meta)
             return shape_of(tensor)
 
+    def carry(
+        self, tensor: torch.Tensor, source: int | None, destination: int | None
+    ) -> torch.Tensor:
+        """A value where it is to be, its shape elsewhere; None: all workers."""
+        if source is None:  # whoever is to have it has it already
+            return tensor.detach() if self.rank == destination else shape_of(tensor)
+        if destination is None:
+            return self.share(tensor, source)
+        return self.move(tensor, source, destination)
+
     @contextmanager
     def _moving(self) -> Iterator[WorkerGroup]:
         """Inside, an operation of the script moves a value; all workers come to it together."""
@@ -207,53 +217,21 @@ def laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 # the gradient back the way that the value came.
 
 
-class _Enter(Function):
-    """From everywhere to one worker; the gradient goes to all."""
+class _Way(Function):
+    """From where a value is to where it is used; None: all workers."""
 
     @staticmethod
-    def forward(ctx: Any, loop: Loop, home: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The value on its worker, its shape elsewhere."""
-        ctx.loop, ctx.home, ctx.graphsplit_way = loop, home, True
-        return tensor.detach() if loop.rank == home else shape_of(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Give it to all."""
-        return None, None, ctx.loop.share(gradient, ctx.home)
-
-
-class _Share(Function):
-    """From one worker to all; each has the whole gradient then."""
-
-    @staticmethod
-    def forward(ctx: Any, loop: Loop, home: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The value, on every worker."""
-        ctx.loop, ctx.home, ctx.graphsplit_way = loop, home, True
-        return loop.share(tensor, home)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Every worker has it already."""
-        is_here = ctx.loop.rank == ctx.home
-        return None, None, gradient if is_here else shape_of(gradient)
-
-
-class _Move(Function):
-    """From one worker to another one."""
-
-    @staticmethod
-    def forward(ctx: Any, loop: Loop, ways: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
-        """The value on the other worker, its shape elsewhere."""
-        ctx.loop, ctx.ways, ctx.graphsplit_way = loop, ways, True
-        return loop.move(tensor, *ways)
+    def forward(
+        ctx: Any, loop: Loop, source: int | None, destination: int | None, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """The value where it is used, its shape elsewhere."""
+        ctx.loop, ctx.source, ctx.destination, ctx.graphsplit_way = loop, source, destination, True
+        return loop.carry(tensor, source, destination)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """The same way back."""
-        source, destination = ctx.ways
-        return None, None, ctx.loop.move(gradient, destination, source)
+        return None, None, None, ctx.loop.carry(gradient, ctx.destination, ctx.source)
 
 
-enter: Callable[[Loop, int, torch.Tensor], torch.Tensor] = _Enter.apply
-share: Callable[[Loop, int, torch.Tensor], torch.Tensor] = _Share.apply
-move: Callable[[Loop, tuple[int, int], torch.Tensor], torch.Tensor] = _Move.apply
+way: Callable[[Loop, int | None, int | None, torch.Tensor], torch.Tensor] = _Way.apply
