@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.nodes import NodeBuilder
 from graphsplit.capture.normalize.casts import keep_casts
 from graphsplit.capture.normalize.identities import remove_identities
 from graphsplit.capture.normalize.inplace import make_in_place_explicit
@@ -84,30 +84,28 @@ def _keeping_lines_of(function: Any) -> Iterator[None]:
             STACK_TRACE_ANCHORS.discard(anchor)
 
 
+_Found = tuple[list[Question], Structure]  # what was asked of known values, and the outputs' form
+
+
 class _Step(nn.Module):
     """The code to capture: the network, and its loss where one is asked for."""
 
     def __init__(
-        self,
-        run: Callable[..., Any],
-        network: nn.Module,
-        loss_fn: Any,
-        note_structure: Callable[[Structure], None],
-        note_questions: Callable[[list[Question]], None],
-        is_ones: Sequence[bool],
-        watch: StateWatch,
+        self, request: CaptureRequest, note: Callable[[_Found], None], watch: StateWatch
     ) -> None:
         super().__init__()
-        self.network = network
+        loss_fn: Any = request.loss_fn
+        self.network = request.network
         self._plain_loss = loss_fn if inspect.isroutine(loss_fn) else None
         is_function = loss_fn is not None and not isinstance(loss_fn, nn.Module)
         self.loss_fn = _LossFunction(loss_fn) if is_function else loss_fn
-        self._run = run
+        self._run = request.run
         self._watch = watch
         self._keeps_casts = torch.is_autocast_cache_enabled()
-        self._note_structure = note_structure
-        self._note_questions = note_questions
-        self._is_ones = is_ones
+        self._note = note  # a list in an attribute would be copied
+        given = flatten_inputs(request.args, request.kwargs)
+        self._is_ones = [is_all_ones(leaf) for leaf in given]
+        self.training = request.network.training
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         blocks = blocks_as_in_eager_mode(keeps_casts=self._keeps_casts)
@@ -123,9 +121,8 @@ class _Step(nn.Module):
             OutsideReads(self._plain_loss),
         ):
             found = self._run(self.network, self.loss_fn, *args, **kwargs)
-        self._note_questions(questions)
         leaves, structure = take_apart(found)
-        self._note_structure(structure)
+        self._note((questions, structure))
         return buffers.copy_in(leaves)
 
 
@@ -167,24 +164,13 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
-    structures: list[Structure] = []
-    is_ones = [is_all_ones(leaf) for leaf in flatten_inputs(request.args, request.kwargs)]
-    questions: list[list[Question]] = []
+    found: list[_Found] = []
     watch = StateWatch(request.lift)
-    step = _Step(
-        request.run,
-        request.network,
-        request.loss_fn,
-        structures.append,
-        questions.append,
-        is_ones,
-        watch,
-    )
-    step.training = request.network.training
+    step = _Step(request, found.append, watch)
     with _only_recording(request):
         recorded = record_program(step, request.network, _how_to_export(step, request, watch))
     with marked_as_left(recorded.state.changes):
-        return _graph_of(request, recorded, step, questions[-1], structures[-1])
+        return _graph_of(request, recorded, step, *found[-1])
 
 
 def _graph_of(
@@ -210,22 +196,18 @@ def _graph_of(
     note_written_later(graph_module.graph)
     if request.mode.records_gradients:
         keep_casts(graph_module.graph, _parameters(program, state))
-    nodes, outputs, constants, state_names = build_nodes(
-        program,
-        state=state,
-        with_gradients=request.mode.records_gradients,
-        inputs_with_grad=_inputs_with_grad(request),
-    )
+    with_gradients, inputs_with_grad = request.mode.records_gradients, _inputs_with_grad(request)
+    built = NodeBuilder(program, state, with_gradients, inputs_with_grad).built()
     return CapturedGraph(
         mode=request.mode,
-        nodes=nodes,
+        nodes=tuple(built.nodes),
         fx_graph=graph_module.graph,
         fx_owner=graph_module,
-        constants=constants,
-        outputs=outputs,
+        constants=built.constants,
+        outputs=built.outputs,
         output_spec=output_spec,
         loss=request.loss,
-        state_names=state_names,
+        state_names=built.state_names,
         sizes=sizes,
         state=recorded.state,
         buffers=recorded.buffers,

@@ -38,16 +38,8 @@ from graphsplit.torch_ext.steering import steers
 _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
 
 
-def build_nodes(
-    program: ExportedProgram,
-    *,
-    state: Mapping[str, torch.Tensor],
-    with_gradients: bool,
-    inputs_with_grad: Collection[int] = (),
-) -> tuple[
-    tuple[Node, ...], tuple[Output, ...], dict[str, torch.Tensor], dict[int, tuple[str, ...]]
-]:
-    """Build all nodes of an exported program.
+class NodeBuilder:
+    """Collects the nodes of an exported program in one pass over its graph.
 
     Args:
         program: What ``torch.export`` returned, in-place operations already made explicit.
@@ -55,18 +47,12 @@ def build_nodes(
         with_gradients: Whether gradients flow at all (train mode).
         inputs_with_grad: The inputs that gradients flow into.
 
-    Returns:
-        The nodes in program order, the flattened outputs, the values of constants by node name,
-        and for each state node all its qualified names.
+    Attributes:
+        nodes: The nodes in program order.
+        outputs: The flattened outputs.
+        constants: The values of constants, by node name.
+        state_names: For each state node, all its qualified names.
     """
-    builder = NodeBuilder(program, state, with_gradients, inputs_with_grad)
-    for fx_node in program.graph.nodes:
-        builder.add(fx_node)
-    return tuple(builder.nodes), builder.outputs, builder.constants, builder.state_names
-
-
-class NodeBuilder:
-    """Collects nodes in one pass over the graph."""
 
     def __init__(
         self,
@@ -103,6 +89,12 @@ class NodeBuilder:
         self._written_with_grad: set[FxNode] = set()
         # For operations that return several tensors: which of them carry a gradient.
         self._elements_with_grad: dict[FxNode, tuple[bool, ...]] = {}
+
+    def built(self) -> NodeBuilder:
+        """Add all nodes of the graph."""
+        for fx_node in self._program.graph.nodes:
+            self.add(fx_node)
+        return self
 
     def add(self, fx_node: FxNode) -> None:
         """Add the next node of the graph."""

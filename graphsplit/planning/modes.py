@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from torch import nn
@@ -43,29 +44,18 @@ def ensure_training(network: nn.Module) -> None:
 
 
 @contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
-    """Let a network be in eval mode inside; afterwards each module has the mode that it had."""
-    with _modes_kept(network):
-        network.eval()
-        yield
-
-
-@contextmanager
 def as_in(mode: Mode, network: nn.Module) -> Iterator[None]:
-    """Let modules have the modes inside that a step of a mode would find."""
-    with _modes_kept(network):
+    """Let modules have the modes inside that a step of a mode would find; then those they had."""
+    modes = [(module, module.training) for module in network.modules()]
+    try:
         if mode is Mode.TRAIN:
             ensure_training(network)
         else:
             network.eval()
         yield
-
-
-@contextmanager
-def _modes_kept(network: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in network.modules()]
-    try:
-        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, is_training in modes:
+            module.training = is_training
+
+
+evaluating = partial(as_in, Mode.EVAL)

@@ -30,7 +30,7 @@ from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded, J
 from graphsplit.capture.operations.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.operations.memory_calls import MemoryCall, Outside, filled
 from graphsplit.capture.operations.regions import Region, region_of, set_region
-from graphsplit.rewrite.rebuild import rebuild_nodes
+from graphsplit.rewrite.rebuild import rebuilt
 from graphsplit.torch_ext.fakes import copy_notes, on_fakes, value_of
 from graphsplit.torch_ext.private import pytree
 
@@ -110,8 +110,7 @@ class _Opener:
                 continue
             else:
                 self._env[node] = self._new.node_copy(node, self._env.__getitem__)
-        nodes, outputs = rebuild_nodes(self._graph, self._new, origins={}, runs_after={})
-        return dataclasses.replace(self._graph, nodes=nodes, fx_graph=self._new, outputs=outputs)
+        return rebuilt(self._graph, self._new)
 
     def _carries(self, operand: FxNode) -> bool:
         return self._graph.mode.records_gradients and self._notes[operand.name].requires_grad

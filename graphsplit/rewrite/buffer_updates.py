@@ -28,7 +28,7 @@ from graphsplit.capture.checkpoints import CHECKPOINT_KEY
 from graphsplit.capture.graph import BufferUpdate, CapturedGraph, NodeKind
 from graphsplit.capture.numbers.sizes import is_number
 from graphsplit.capture.operations.effects import alias_roots, written_operands
-from graphsplit.rewrite.rebuild import rebuild_nodes
+from graphsplit.rewrite.rebuild import rebuilt
 from graphsplit.torch_ext.private import OpOverload
 
 _BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -59,10 +59,7 @@ def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
             before, after = copy.args[: _STATISTICS.start], copy.args[_STATISTICS.stop + 1 :]
             copy.args = (*before, *own, True, 1.0, *after[1:])
     updates = tuple(_fold(graph, update, copies) for update in found)
-    nodes, outputs = rebuild_nodes(graph, made, origins=origins, runs_after={})
-    return dataclasses.replace(
-        graph, nodes=nodes, fx_graph=made, outputs=outputs, buffer_updates=updates
-    )
+    return dataclasses.replace(rebuilt(graph, made, origins=origins), buffer_updates=updates)
 
 
 def _own_statistics(node: FxNode, made: Graph) -> tuple[FxNode | None, FxNode | None]:

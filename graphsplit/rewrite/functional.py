@@ -8,7 +8,6 @@ made, so views are taken again at just these places.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -35,7 +34,7 @@ from graphsplit.capture.operations.memory_calls import (
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import InvariantError
 from graphsplit.rewrite.in_place_calls import WrittenCall, describe_write, reads_its_own_write
-from graphsplit.rewrite.rebuild import rebuild_nodes
+from graphsplit.rewrite.rebuild import rebuilt
 from graphsplit.rewrite.shared_memory import SharedMemory
 from graphsplit.torch_ext.fakes import copy_notes
 from graphsplit.torch_ext.private import FakeTensor
@@ -124,11 +123,9 @@ class _Functionaliser:
             elif not self._shared.is_same(node):
                 self._copy(node)
         self._drop_unused()
-        nodes, outputs = rebuild_nodes(
-            self._graph, self._new, origins=self._origins, runs_after=self._runs_after
-        )
-        graph = dataclasses.replace(self._graph, nodes=nodes, fx_graph=self._new, outputs=outputs)
-        return Functional(graph, self._origins)
+        origins, after = self._origins, self._runs_after
+        graph = rebuilt(self._graph, self._new, origins=origins, runs_after=after)
+        return Functional(graph, origins)
 
     def _copy(self, node: FxNode) -> None:
         root = self._shared.root(node)

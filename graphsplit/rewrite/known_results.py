@@ -19,7 +19,7 @@ from graphsplit.capture.operations.opaque_call import OpaqueCall, Pair, opaque_c
 from graphsplit.partition.checks.returned import KNOWN_SAME, limits_of
 from graphsplit.partition.edges import partition
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.rewrite.rebuild import rebuild_nodes
+from graphsplit.rewrite.rebuild import rebuilt
 
 _MAX_CUTS = 5
 
@@ -74,8 +74,7 @@ def _with_same(graph: CapturedGraph, known: dict[str, tuple[Pair, ...]]) -> Capt
             others = [n for n in _tensors(copy, first) if n is not None]
             for result in _tensors(copy, second):
                 result.replace_all_uses_with(others[0])
-    nodes, outputs = rebuild_nodes(graph, made, origins={}, runs_after={})
-    return dataclasses.replace(graph, nodes=nodes, fx_graph=made, outputs=outputs)
+    return rebuilt(graph, made)
 
 
 def _tensors(call: FxNode, number: int) -> list[FxNode]:

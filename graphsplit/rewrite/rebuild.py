@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import CapturedGraph, Node, Output
+from graphsplit.capture.graph import CapturedGraph, Node
 from graphsplit.capture.nodes import NodeBuilder
 
 
-def rebuild_nodes(
+def rebuilt(
     graph: CapturedGraph,
     fx_graph: Graph,
     *,
-    origins: Mapping[str, str],
-    runs_after: Mapping[str, Sequence[str]],
-) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
-    """Build the nodes of a graph made from a captured one, in which names stay the same.
+    origins: Mapping[str, str] = MappingProxyType({}),
+    runs_after: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> CapturedGraph:
+    """A captured graph with another one in its place, in which names stay the same.
 
     Args:
         graph: The captured graph.
         fx_graph: The new graph.
         origins: For every node that was added, by name, the node it was made for.
         runs_after: By name, what else a node must run after.
-
-    Returns:
-        The nodes in program order, and the flattened outputs.
     """
-    builder = _Rebuilder(graph, fx_graph, origins, runs_after)
-    for fx_node in fx_graph.nodes:
-        builder.add(fx_node)
-    return tuple(builder.nodes), builder.outputs
+    built = _Rebuilder(graph, fx_graph, origins, runs_after).built()
+    return dataclasses.replace(
+        graph, nodes=tuple(built.nodes), fx_graph=fx_graph, outputs=built.outputs
+    )
 
 
 class _Rebuilder(NodeBuilder):

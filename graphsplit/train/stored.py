@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,31 +43,33 @@ class StoredState:
 
     def state_dict(self, to: PathLike | None) -> dict[str, Any] | None:
         """The network's full state, or None where it was streamed to a file."""
-        if to is not None:
-            with self._in_step():
-                self._states.save_weights(to)
-            return None
-        with self._engine.guard():
-            return self._engine.state_dict()
+        states, engine = self._states, self._engine
+        found: dict[str, Any] | None = self._given(to, states.save_weights, engine.state_dict)
+        return found
+
+    def _given(
+        self, to: PathLike | None, save: Callable[[PathLike], None], gather: Callable[[], Any]
+    ) -> Any:
+        if to is None:
+            with self._engine.guard():
+                return gather()
+        with self._in_step():
+            save(to)
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
         """Load a full state of the network, from memory or a file."""
-        if isinstance(state, (str, os.PathLike)):
-            with self._in_step():
-                self._states.load_weights(state)
-            return
         with self._in_step():
-            self._engine.load_state_dict(state)
+            if isinstance(state, (str, os.PathLike)):
+                self._states.load_weights(state)
+            else:
+                self._engine.load_state_dict(state)
 
     def optimizer_state_dict(self, to: PathLike | None) -> Any:
         """The full state of the optimizer, or of each; None where it was streamed to a file."""
-        if to is not None:
-            with self._in_step():
-                self._states.save_optimizers(to)
-            return None
-        with self._engine.guard():
-            states = self._engine.optimizer_state_dicts()
-        return states[0] if self._has_one_optimizer else states
+        gather = self._engine.optimizer_state_dicts
+        states = self._given(to, self._states.save_optimizers, gather)
+        return states[0] if states and self._has_one_optimizer else states
 
     def load_optimizer_state_dict(self, state: Any) -> None:
         """Load a full state of the optimizer, or of each, from memory or a file."""

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
+from graphsplit.capture.operations.opaque_call import Placeholder
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.places import Place
@@ -40,17 +41,8 @@ class NotLiftedError(CaptureError):
     asked: Node | None = None
 
 
-class _Number(HigherOrderOperator):
-    """Stands for a lifted number in a recorded graph; workers know its value, it never runs."""
-
-    def __init__(self) -> None:
-        super().__init__("graphsplit_number", cacheable=False)  # type: ignore[no-untyped-call]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("graphsplit_number is a placeholder")
-
-
-NUMBER = _Number()
+# Stands for a lifted number in a recorded graph: workers know its value.
+NUMBER = Placeholder("graphsplit_number")
 _HOW = "graphsplit_computed"  # in the meta of a node
 
 

@@ -37,18 +37,10 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
     Raises:
         CaptureError: What it returns cannot be found out.
     """
-    try:
-        return attempt(None)
-    except _asked_for_values():
-        pass
-    except GraphsplitError:
-        raise
-    except Exception as error:
-        raise _refusal(label, source, f"{type(error).__name__}: {error}") from None
     runs: list[R] = []
     cut_short: list[Observer] = []
     reason = ""
-    for answer in (0, 1):
+    for answer in (None, 0, 1):
         try:
             runs.append(attempt(answer))
         except TooManyQuestionsError as error:
@@ -60,6 +52,10 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            if answer is None:
+                break
+        if runs and answer is None:
+            return runs[0]
     if not runs:
         raise _refusal(label, source, reason) from None
     if len({_look(run.result) for run in runs}) > 1:

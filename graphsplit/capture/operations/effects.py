@@ -47,6 +47,12 @@ def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
+def _nodes_given(node: Node, position: int, name: str) -> list[Node]:
+    value = _argument(node, position, name)
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return [one for one in several if isinstance(one, Node)]
+
+
 def subgraphs(node: Node) -> Iterator[tuple[torch.fx.GraphModule, tuple[Node, ...]]]:
     """Subgraphs of a higher-order operation, each with the operands that feed its inputs."""
     operands = tuple(n for n in node.all_input_nodes if n.op != "get_attr")
@@ -112,17 +118,12 @@ def written_operands(node: Node) -> tuple[Node, ...]:
         return tuple(dict.fromkeys(written))
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = _argument(node, position, argument.name)
-            written += [
-                v
-                for v in (value if isinstance(value, (list, tuple)) else [value])
-                if isinstance(v, Node)
-            ]
+            written += _nodes_given(node, position, argument.name)
     if schema.name in HIDDEN_WRITES:
         flag, positions = HIDDEN_WRITES[schema.name]
         if _argument(node, flag, schema.arguments[flag].name):
-            values = (_argument(node, p, schema.arguments[p].name) for p in positions)
-            written += [v for v in values if isinstance(v, Node)]
+            for position in positions:
+                written += _nodes_given(node, position, schema.arguments[position].name)
     return tuple(dict.fromkeys(written))
 
 
@@ -144,12 +145,7 @@ def aliased_operands(node: Node) -> tuple[Node, ...]:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None and not (may_alias and position == 0):
             continue
-        value = _argument(node, position, argument.name)
-        found += [
-            v
-            for v in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(v, Node)
-        ]
+        found += _nodes_given(node, position, argument.name)
     return tuple(found)
 
 

@@ -24,17 +24,18 @@ from graphsplit.capture.reach.state import Reached
 from graphsplit.torch_ext.private import FakeTensor, HigherOrderOperator
 
 
-class _Placeholder(HigherOrderOperator):
-    """Stands for a call kept whole while ``torch.export`` works; never runs."""
+class Placeholder(HigherOrderOperator):
+    """Stands for something else while ``torch.export`` works; never runs."""
 
-    def __init__(self) -> None:
-        super().__init__("graphsplit_opaque", cacheable=False)  # type: ignore[no-untyped-call]
+    def __init__(self, name: str) -> None:
+        super().__init__(name, cacheable=False)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("graphsplit_opaque is a placeholder")
+        """Never runs."""
+        raise AssertionError(f"{self} is a placeholder")
 
 
-PLACEHOLDER = _Placeholder()
+PLACEHOLDER = Placeholder("graphsplit_opaque")  # for a call kept whole
 
 
 Pair = tuple[int, int]
