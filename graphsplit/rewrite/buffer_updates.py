@@ -104,6 +104,11 @@ class _Finder:
         self._order = {node: number for number, node in enumerate(graph.fx_graph.nodes)}
         self._node = {f: graph.nodes[graph.positions[f.name]] for f in self._known()}
         self._roots = alias_roots(graph.fx_graph) if graph.modified else {}
+        names, nodes = graph.fx_nodes, graph.nodes
+        self._touching = {
+            value: {f for p in positions if self._touches(f := names[nodes[p].name], value)}
+            for value, positions in graph.touching.items()
+        }
         self._writes = [  # memories, each with who writes to it
             (root, node)
             for node in graph.fx_graph.nodes
@@ -113,6 +118,11 @@ class _Finder:
 
     def _known(self) -> Iterator[FxNode]:
         return (f for name, f in self._graph.fx_nodes.items() if name in self._graph.positions)
+
+    def _touches(self, node: FxNode, value: int) -> bool:
+        """Whether it reads or writes a value's memory, and need not just run after what does."""
+        memory = self._graph.fx_nodes[self._graph.nodes[value].name]
+        return any(memory in self._roots[one] for one in (node, *node.all_input_nodes))
 
     def updates(self) -> Iterator[_Update]:
         done: set[int] = set()
@@ -127,19 +137,16 @@ class _Finder:
 
     def _together(self, value: int) -> tuple[set[int], set[FxNode]]:
         """The modified values that are updated together with one, and what touches them."""
-        graph, names = self._graph, self._graph.fx_nodes
         buffers, operations = {value}, set[FxNode]()
         waiting = [value]
         while waiting:
-            positions = graph.touching[waiting.pop()]
-            new = {names[graph.nodes[p].name] for p in positions} - operations
+            new = self._touching[waiting.pop()] - operations
             while new:  # what is computed from a buffer goes with it
                 operations |= new
                 pure = [node for node in new if node.target is not _BATCH_NORM]
                 new = {u for node in pure for u in node.users if u.op != "output"} - operations
-            for other, touching in graph.touching.items():
-                mine = {graph.nodes[p].name for p in touching}
-                if other not in buffers and any(node.name in mine for node in operations):
+            for other, touching in self._touching.items():
+                if other not in buffers and touching & operations:
                     buffers.add(other)
                     waiting.append(other)
         return buffers, operations
@@ -153,7 +160,8 @@ class _Finder:
         ordered = tuple(sorted(operations, key=self._order.__getitem__))
         reads: dict[FxNode, None] = {}
         for node in ordered:
-            if not self._can_wait(node, operations):
+            written = {root for root, writer in self._writes if writer is node}
+            if not (self._can_wait(node, operations) and written <= operations.union(held)):
                 return None
             others = self._read_by(node)
             for operand in others:

@@ -243,9 +243,47 @@ class Keeping(Twice):
         return made if before is None else made + before
 
 
+class WrittenThroughAView(Twice):
+    """What goes into the norm is written to by a view that nobody reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.one(x) * 1.0
+        pairs = torch.view_as_complex(made.view(-1, 2))
+        made.add_(1)
+        pairs.mul_(1j)
+        return self.norm(made)
+
+
+def test_a_write_before_a_norm_stays_where_it_is() -> None:
+    assert_same_bits(
+        WrittenThroughAView,
+        [(torch.randn(8, 6), torch.randn(8))],
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=4,
+    )
+
+
+class Counting(Twice):
+    """A counter that forward adds to its values by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.one(x) * 1.0
+        with torch.no_grad():
+            self.count += 1
+        made.view(-1).add_(self.count)
+        return made
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (Counting, "buffer count in place"),
         (Read, "buffer norm.running_mean in place"),
         (Checkpointed, "buffer norm.running_mean in place"),
         (Cast, "buffer norm.running_mean in place"),
