@@ -98,11 +98,6 @@ class BatchRequest:
             return range(len(self.indices))
         return self.layout.positions(self.worker, self.number)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether all state is looked at: at 0, 1, 2, 4, 8, ..."""
-        return self.number & (self.number - 1) == 0
-
     def whole(self) -> BatchRequest:
         """The same for all of the batch."""
         return replace(self, layout=None)

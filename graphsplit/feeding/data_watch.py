@@ -3,7 +3,8 @@
 A sample must not depend on what was read before it, nor a row of a batch on the rows beside it.
 Before replicas read apart, one batch is watched while it is read, and read once more in a forked
 child, in pieces and in another order: what that changes is gone with the child. While they do,
-generators are watched at every batch, and all Python state that the data set leads to now and then.
+generators are watched at every batch, and all Python state that the data set leads to now and then;
+a loader's processes do so by themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from graphsplit.batches.batch import Signature, leaves
 from graphsplit.batches.microbatches import Divider
@@ -33,10 +34,12 @@ from graphsplit.batches.rows import (
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import Walk
 from graphsplit.checkpoint.position import generators_of
+from graphsplit.errors import ConfigurationError
 from graphsplit.job.process_generators import GeneratorWatch
 from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 from graphsplit.tensor_meta import octets_of
 
+FIX = 'Model(..., reading="batches"): each replica then reads whole batches.'
 _DEADLINE_S = 60.0
 _MOST = 1 << 12  # things on one walk
 _FEW = 256
@@ -59,8 +62,8 @@ def why_whole(loader: Any, divider: Divider) -> str:
         return "the data set is a DataPipe"
     if loader.batch_sampler is None:
         return "the loader has batch_size=None: its samples are batches"
-    if loader.num_workers:
-        return f"the loader has num_workers={loader.num_workers}"
+    if not getattr(loader, "in_order", True):
+        return "the loader has in_order=False"
     for name in ("split", "loss_weight"):
         if getattr(divider, name) is not None:
             return f"the Model has {name}=, which sees all of a batch"
@@ -98,16 +101,17 @@ class DataWatch:
     """Tells whether reading changes Python state that a data set or its ``collate_fn`` leads to.
 
     Args:
-        loader: The loader.
+        loader: The loader; None in one of its processes.
+        roots: The data set and ``collate_fn``.
 
     Attributes:
         is_quick: Whether it costs little beside the reading of a batch.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, roots: tuple[Any, Any]) -> None:
         own = {id(generator) for generator in generators_of(loader).values()} | _SHARED
         walk = _DataWalk(())
-        found = walk.run((loader.dataset, loader.collate_fn))[0]
+        found = walk.run(roots)[0]
         self._held = [one for one in found if one.decides and one.key not in own]
         self.is_quick = not walk.is_long and len(self._held) <= _FEW
 
@@ -119,6 +123,104 @@ class DataWatch:
     def changed(self) -> str:
         """The name of a thing that is otherwise than it was noted; empty if nothing is."""
         return next((one.name for one in self._held if one.has_changed()), "")
+
+
+class ReadWatch:
+    """Tells what reading a batch of a loader draws or changes.
+
+    Args:
+        loader: The loader; None in one of its processes.
+        roots: The data set and ``collate_fn``; those of the loader if None.
+    """
+
+    def __init__(self, loader: Any, roots: tuple[Any, Any] | None = None) -> None:
+        self._loader = loader
+        self._roots = roots
+        self._draws = DrawWatch(loader)
+        self._state: DataWatch | None = None
+        self._has_state = False
+
+    def begin(self, *, has_state: bool) -> None:
+        """A batch is read next.
+
+        Args:
+            has_state: Whether all state is looked at, also where that takes long.
+        """
+        if self._state is None or has_state:
+            roots = self._roots or (self._loader.dataset, self._loader.collate_fn)
+            self._state = DataWatch(self._loader, roots)
+        elif self._state.is_quick:
+            self._state.begin()
+        self._has_state = has_state or self._state.is_quick
+        self._draws.begin()
+
+    def found(self) -> str:
+        """The change that reading it has made, in words; empty if there is none."""
+        drawn = self._draws.drawn()
+        if drawn:
+            return f"reading a batch draws from {drawn}"
+        assert self._state is not None
+        changed = self._state.changed() if self._has_state else ""
+        return f"reading a batch changes {changed}" if changed else ""
+
+    def check(self) -> None:
+        """Refuse a change, while replicas read their own rows.
+
+        Raises:
+            ConfigurationError: There is one.
+        """
+        found = self.found()
+        if found:
+            raise ConfigurationError(
+                f"{found}, while each replica reads its own rows; it did not when that was tried\n"
+                f"  Fix: {FIX}"
+            )
+
+
+class ProcessWatch:
+    """A loader's ``collate_fn`` in its processes: as it is, and watched while rows are read apart.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._collate, self._start = loader.collate_fn, loader.worker_init_fn
+        self._is_on = torch.zeros((), dtype=torch.bool).share_memory_()
+        self._num_read = 0
+        self._watch: ReadWatch | None = None  # in a process
+
+    def put(self, *, is_on: bool) -> None:
+        """Let the processes watch, or not, from the next batch on."""
+        self._is_on.fill_(is_on)
+
+    def begin(self, number: int) -> None:
+        """Begin a process, as its ``worker_init_fn``."""
+        if self._start is not None:
+            self._start(number)
+        worker = get_worker_info()
+        assert worker is not None
+        self._watch = ReadWatch(None, (worker.dataset, self._collate))
+        self._watch.begin(has_state=False)
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate the samples of a batch, just read.
+
+        Raises:
+            ConfigurationError: Reading them has drawn or changed something.
+        """
+        batch = self._collate(samples)
+        assert self._watch is not None
+        if self._is_on:
+            self._watch.check()
+            self._num_read += 1
+        self._watch.begin(has_state=is_power(self._num_read))
+        return batch
+
+
+def is_power(number: int) -> bool:
+    """Whether a number is 0, 1, 2, 4, 8, ...: when all state is looked at."""
+    return number & (number - 1) == 0
 
 
 class _DataWalk(Walk):
@@ -206,8 +308,10 @@ def probe(
     ]
 
     def work() -> str:
-        compared = (_difference(loader, request, whole, has_loss_fn) for request in requests)
-        return next(filter(None, compared), "")
+        watch = ReadWatch(loader)
+        watch.begin(has_state=True)
+        compared = [_difference(loader, request, whole, has_loss_fn) for request in requests]
+        return watch.found() or next(filter(None, compared), "")
 
     try:
         with _files_kept(), ForkedTrial(work, deadline_s=_DEADLINE_S) as trial:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, repeat
 from typing import Any, NoReturn
 
 import torch
@@ -40,10 +39,11 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
+from graphsplit.feeding.data_watch import FIX
 from graphsplit.feeding.groups import Groups, num_batches
 from graphsplit.feeding.left_by_loaders import LeftByLoader
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
-from graphsplit.feeding.own_rows import FIX, OwnRows, checksum_of
+from graphsplit.feeding.own_rows import OwnRows, checksum_of
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
@@ -218,7 +218,7 @@ class Feed:
                 quiet=quiet,
                 previous_checksum=previous,
                 python=python,
-                by_rows=self._rows.is_on,
+                turns=self._rows.turns,
                 drawn=position_of(self._known),
             )
             planned, looked = self._planned(shape), looks
@@ -322,7 +322,7 @@ class Feed:
         return {self.leader, *planned.consumers}
 
     def _follow(self) -> Iterator[FeedItem]:
-        for is_first in chain((True,), repeat(False)):
+        while True:
             # Here it delays nobody: all wait for the worker that is last, or for the leader.
             ahead = self._planner.ahead(self._mode, self._first)
             ticket = self._tickets.receive(self.leader)
@@ -330,8 +330,7 @@ class Feed:
             if ticket.shape is None:
                 self._end(ticket)
                 return
-            if is_first:  # nobody has read ahead
-                self._rows.is_on = ticket.by_rows
+            self._rows.turns = ticket.turns
             if self._is_grouped and self._next is None:
                 self._together = self._outlook(ticket.shape.first).together
             if self._left.is_for_all:
@@ -361,7 +360,6 @@ class Feed:
                 self._take_over_generators(ticket)
                 yield planned, None, None
             self._pass(ticket.shape)
-            self._rows.is_on = ticket.by_rows
             if self._cursor is not None and not self._is_stopped():
                 # In program order the next batch is drawn now, after the step and the callbacks:
                 # while others still compute, and before its ticket.
@@ -403,7 +401,7 @@ class Feed:
             raise other_generator((self.leader, self._job.rank), when)
 
     def _raise_other_values(self) -> NoReturn:
-        if not self._rows.is_on:
+        if not self._rows.is_by_rows(self._step):
             raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
         raise self._mismatch(
             "its batch has other samples, or the row that all read has other values",

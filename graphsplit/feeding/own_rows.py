@@ -5,15 +5,18 @@ that shuffling is that of one process; a replica then reads the samples of its o
 alone, and one more, which all read and compare.
 
 Who needs what follows from a plan, so the first batch of each size is read whole. The leader
-decides by a later one (``data_watch``), and tells the others by its ticket: what that says holds
-for the batches after it. Whatever is not as it was then is an error, or read whole again.
+decides by a later one (``data_watch``), and tells the others by its ticket from which batch on: a
+loader with processes has asked for some more by then. Whatever is not as it was then is an error,
+or read whole again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from graphsplit.batches.batch import fingerprint
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
@@ -26,12 +29,16 @@ from graphsplit.batches.rows import (
     rows_in_words,
 )
 from graphsplit.checkpoint.position import EpochStart
-from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.data_watch import DataWatch, DrawWatch, fetch, probe, why_whole
+from graphsplit.feeding.data_watch import (
+    ProcessWatch,
+    ReadWatch,
+    fetch,
+    is_power,
+    probe,
+    why_whole,
+)
 from graphsplit.logs import say
 from graphsplit.planning.step_plan import PlannedStep
-
-FIX = 'Model(..., reading="batches"): each replica then reads whole batches.'
 
 
 class OwnRows:
@@ -39,7 +46,8 @@ class OwnRows:
 
     Attributes:
         loader: The loader.
-        is_on: Whether replicas read their own rows of the batches that are read next.
+        turns: The numbers of the batches in the epoch at which reading changes: they are read whole
+            at first, by rows from the first of these on, whole again from the second one, ...
         line: Who reads what, in words; empty where nothing is decided.
 
     Args:
@@ -54,7 +62,7 @@ class OwnRows:
         self, loader: Any, divider: Divider, rank: int, *, has_loss_fn: bool, why: str = ""
     ) -> None:
         self.loader = loader
-        self.is_on = False
+        self.turns: tuple[int, ...] = ()
         self.line = ""
         self._divider = divider
         self._rank = rank
@@ -63,11 +71,22 @@ class OwnRows:
         self._stops = ""  # why reading own rows ends, once all have been told
         self._layouts: dict[int, RowLayout] = {}  # by the number of rows
         self._requests: deque[BatchRequest | None] = deque()
-        self._draws = None if self._why else DrawWatch(loader)
+        self._num_asked = 0  # batches of this epoch
         self._readers: Sequence[int] = ()
-        self._drawn = ""
-        self._state: DataWatch | None = None
-        self._leads = self._is_first = self._is_tried = False
+        self._leads = self._is_tried = False
+        self._found = ""
+        self._hook: _Hook | None = None
+        self._watch: ReadWatch | None = None
+        if not self._why:
+            self._watch = ReadWatch(loader)
+
+    def is_by_rows(self, number: int) -> bool:
+        """Whether workers read their own rows of a batch, by its number in the epoch."""
+        return sum(turn <= number for turn in self.turns) % 2 == 1
+
+    @property
+    def _is_on(self) -> bool:
+        return len(self.turns) % 2 == 1
 
     def divisions(self, start: EpochStart, *, leads: bool) -> Iterator[Division]:
         """The batches of an epoch, divided.
@@ -76,132 +95,124 @@ class OwnRows:
             start: Where it begins.
             leads: Whether this worker reads first, and decides.
         """
-        self._leads, self._is_first = leads, True
+        self._leads = leads
         divide = self._divider.divide  # in a generator: what it raises never ends the epoch
-        if self._draws is None:
+        if self._watch is None:
             batches = start.open(self.loader)
             return (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
+        if leads:
+            self.turns = (0,) if self._is_on else ()
         read = start.open(self.loader, self._iterate)
         return (self._divided(batch, request) for batch, request in read)
 
     def _iterate(self, loader: Any) -> Iterator[tuple[Any, BatchRequest | None]]:
         """Iterate over a loader whose batch sampler names the rows of this worker."""
-        held = vars(loader)
-        own = held["batch_sampler"]
-        held["batch_sampler"] = _Asking(own, self._ask)
         self._requests.clear()
-        try:
-            batches = iter(loader)
-        finally:
-            held["batch_sampler"] = own
-        return self._read(batches)
+        self._num_asked = 0
+        self._hook = _hook_of(loader)
+        return self._read(self._hook.iterate(loader, self._ask))
 
     def _ask(self, number: int, indices: Any) -> Any:
         """The samples to read of a batch; all of it is what the sampler has named."""
-        if self._draws is None or not isinstance(indices, (list, tuple)) or not indices:
+        self._num_asked = number + 1
+        if self._watch is None or not isinstance(indices, (list, tuple)) or not indices:
             self._requests.append(None)
             return indices
-        layout = self._layouts.get(len(indices))
-        may_try = self._leads and not (self._is_first or self._why or self.is_on)
-        self._is_tried = may_try and layout is not None and layout.divides
-        request = BatchRequest(
-            number, tuple(indices), layout if self.is_on else None, self._rank, self.is_on
-        )
+        layout, by_rows = self._layouts.get(len(indices)), self.is_by_rows(number)
+        may_try = self._leads and not (self._why or by_rows or self._processes)
+        self._is_tried = may_try and layout is not None
+        request = BatchRequest(number, tuple(indices), layout if by_rows else None, self._rank)
         if len(request.positions) == len(indices):
             request = request.whole()
         self._requests.append(request)
-        if self._is_tried or self.is_on:
-            if self._state is None or self._is_tried or request.is_due:
-                self._state = DataWatch(self.loader)
-            elif self._state.is_quick:
-                self._state.begin()
-            self._draws.begin()
+        if by_rows and self._processes is not None:
+            self._processes.put(is_on=True)
+        elif by_rows or self._is_tried:
+            self._watch.begin(has_state=self._is_tried or is_power(number))
         if request.layout is None:
             return indices
         return [indices[position] for position in request.positions]
 
+    @property
+    def _processes(self) -> ProcessWatch | None:
+        return None if self._hook is None else self._hook.processes
+
     def _read(self, batches: Iterator[Any]) -> Iterator[tuple[Any, BatchRequest | None]]:
+        assert self._watch is not None
         for batch in batches:
-            request = self._requests.popleft()
-            if request is not None and request.by_rows:
-                self._check(request)
+            request = self._requests.popleft() if self._requests else None
+            if request is not None:
+                request = replace(request, by_rows=self.is_by_rows(request.number))
+            by_rows = request is not None and request.by_rows
+            if self._processes is not None:
+                if not by_rows:
+                    self._processes.put(is_on=False)
+            elif by_rows:
+                self._watch.check()
             elif self._is_tried:
-                self._drawn = self._changes()
+                self._found = self._watch.found()
             yield batch, request
-
-    def _changes(self, *, of_state: bool = True) -> str:
-        """The change that reading a batch has made, in words; empty if there is none."""
-        assert self._draws is not None and self._state is not None
-        drawn = self._draws.drawn()
-        if drawn:
-            return f"reading a batch draws from {drawn}"
-        changed = self._state.changed() if of_state else ""
-        return f"reading a batch changes {changed}" if changed else ""
-
-    def _check(self, request: BatchRequest) -> None:
-        assert self._state is not None
-        found = self._changes(of_state=request.is_due or self._state.is_quick)
-        if found:
-            raise ConfigurationError(
-                f"{found}, while each replica reads its own rows; it did not when that was tried\n"
-                f"  Fix: {FIX}"
-            )
+        if self._processes is not None:
+            self._processes.put(is_on=False)
 
     def _divided(self, batch: Any, request: BatchRequest | None) -> Division:
         if request is not None and request.layout is not None:
             found = divide_rows(batch, request, has_loss_fn=self._has_loss_fn)
-            return self._whole(request) if found is None else found
+            return found if found is not None and request.by_rows else self._whole(request)
         division = self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
         return division if request is None else RowsRead(**vars(division), request=request)
 
     def _whole(self, request: BatchRequest) -> RowsRead:
         """All of a batch of which some rows were read."""
-        assert self._draws is not None and self._state is not None
-        self._state.begin()
-        self._draws.begin()
+        assert self._watch is not None
+        self._watch.begin(has_state=is_power(request.number))
         batch = fetch(self.loader, request.indices)
-        self._check(request)
+        self._watch.check()
         division = self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
         return RowsRead(**vars(division), request=request.whole())
 
     def decide(self, division: Division) -> Division:
-        """The leader has read a batch; its ticket tells how those after it are read.
+        """The leader has read a batch; its ticket tells how those are read that it asks for next.
 
         Returns:
             The batch; all of it where it looks otherwise than others of its size.
         """
-        is_first, self._is_first = self._is_first, False
-        is_tried, self._is_tried = self._is_tried, False
+        is_tried = self._is_tried or self._processes is not None
+        found, self._is_tried, self._found = self._found, False, ""
         if not isinstance(division, RowsRead):
             return division
-        layout = division.request.layout
-        if layout is not None and not division.fits(layout.description):
-            division = self._whole(division.request)
-            self.stop(f"batches of {layout.num_rows} rows look otherwise from one to the next")
-        if self._stops and not is_first:  # what the first ticket says is for its own batch, too
-            self.is_on, self._why, self._stops = False, self._stops, ""
+        request, is_on = division.request, self._is_on
+        if request.layout is not None and not division.fits(request.layout.description):
+            num_rows, division = request.layout.num_rows, self._whole(request)
+            self.stop(f"batches of {num_rows} rows look otherwise from one to the next")
+        layout = self._layouts.get(len(request.indices))
+        if is_on and self._stops:
+            self._turn()
+            self._why, self._stops = self._stops, ""
             self._say(f"each replica reads whole batches from now on: {self._why}")
-        elif is_tried:
-            layout = self._layouts[len(division.request.indices)]
+        elif is_tried and not (is_on or self._why) and layout is not None and layout.divides:
             readers, has_loss_fn = self._readers, self._has_loss_fn
-            found = self._drawn or probe(
-                self.loader, division, layout, readers, has_loss_fn=has_loss_fn
-            )
-            self.is_on, self._why = not found, found
-            self._say(
-                f"each replica reads whole batches: {found}" if found else self._in_words(layout)
-            )
+            found = found or probe(self.loader, division, layout, readers, has_loss_fn=has_loss_fn)
+            self._why = found
+            if found:
+                self._say(f"each replica reads whole batches: {found}")
+            else:
+                self._turn()
+                self._say(self._in_words(layout))
         return division
+
+    def _turn(self) -> None:
+        self.turns = (*self.turns, self._num_asked)
 
     def stop(self, why: str) -> None:
         """Read whole batches again, once all have been told."""
-        if self.is_on:
+        if self._is_on:
             self._stops = self._stops or why
 
     def refuse(self, why: str) -> None:
         """Read whole batches, before an epoch; again, if it is on."""
         self.stop(why)
-        if not self.is_on:
+        if not self._is_on:
             self._why = self._why or why
 
     def note(
@@ -219,7 +230,7 @@ class OwnRows:
             size = len(division.request.indices)
             self._layouts[size] = layout = RowLayout(shape, size, planned.microbatches_read())
             if not self._leads:
-                self.line = self._in_words(layout) if self.is_on else ""
+                self.line = self._in_words(layout) if self._is_on else ""
 
     def _in_words(self, layout: RowLayout) -> str:
         rows = rows_in_words(layout, self._readers)
@@ -253,16 +264,57 @@ def checksum_of(division: Division) -> int:
     return fingerprint(division.arguments)
 
 
-class _Asking:
-    """A batch sampler that asks what to read of each batch that another one names."""
+class _Hook:
+    """A loader's batch sampler that asks what to read of each batch that the real one names.
 
-    def __init__(self, sampler: Any, ask: Callable[[int, Any], Any]) -> None:
-        self._sampler = sampler
+    Processes that persist keep it, with the iterator that they belong to, which somebody else may
+    use too: so it asks while its loader is iterated over by ``iterate``, and no other time.
+
+    Attributes:
+        processes: What watches the loader's processes, if it has some.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._sampler = loader.batch_sampler
+        self._ask: Callable[[int, Any], Any] | None = None
+        self.processes = ProcessWatch(loader) if loader.num_workers else None
+
+    def iterate(self, loader: Any, ask: Callable[[int, Any], Any]) -> Iterator[Any]:
+        """Iterate over the loader; ``ask`` gives the samples to read of each batch."""
+        held = vars(loader)
+        places: dict[str, Any] = {"batch_sampler": self}
+        if self.processes is not None:
+            self.processes.put(is_on=False)
+            places |= {"collate_fn": self.processes, "worker_init_fn": self.processes.begin}
+        own = {name: held[name] for name in places}
+        held.update(places)
         self._ask = ask
+        try:
+            batches: Iterator[Any] = iter(loader)
+            return batches
+        finally:
+            held.update(own)
+            self._ask = None
 
     def __iter__(self) -> Iterator[Any]:
-        named = iter(self._sampler)  # now, as a loader does: a sampler may draw here
-        return (self._ask(number, indices) for number, indices in enumerate(named))
+        # Now, as a loader does: a sampler may draw here.
+        named: Iterator[Any] = iter(self._sampler)
+        ask = self._ask
+        if ask is None:
+            return named
+        return (ask(number, indices) for number, indices in enumerate(named))
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+_hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
+
+
+def _hook_of(loader: Any) -> _Hook:
+    """A new one, but where its processes may have one."""
+    if not loader.persistent_workers:
+        return _Hook(loader)
+    if loader not in _hooks:
+        _hooks[loader] = _Hook(loader)
+    return _hooks[loader]

@@ -68,7 +68,7 @@ class News:
         loader_changed: See ``Ticket``.
         changed: See ``PythonStep``.
         written: See ``PythonStep``.
-        by_rows: See ``Ticket``.
+        turns: See ``Ticket``.
     """
 
     whole: Described | None = None
@@ -80,7 +80,7 @@ class News:
     loader_changed: bool = False
     changed: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()
-    by_rows: bool = False
+    turns: tuple[Annotated[int, integer(0, 1 << 62)], ...] = ()
 
 
 class Ticket(NamedTuple):
@@ -95,8 +95,8 @@ class Ticket(NamedTuple):
         process: States of Python's and NumPy's generators, likewise.
         loader_changed: At the end of an epoch: whether what the loader remembers follows.
         python: The Python values behind the step.
-        by_rows: Whether replicas read their own rows of the batches after this one; at the begin of
-            an epoch of this one, too.
+        turns: At which batches of the epoch replicas begin to read their own rows, or to read whole
+            batches again; see ``OwnRows``.
         drawn: Where PyTorch's generator stood before the batch was drawn; see ``position_of``.
     """
 
@@ -108,7 +108,7 @@ class Ticket(NamedTuple):
     process: ProcessStates = NOTHING_DRAWN
     loader_changed: bool = False
     python: PythonStep = NOTHING_READ
-    by_rows: bool = False
+    turns: tuple[int, ...] = ()
     drawn: int = 0
 
 
@@ -120,7 +120,7 @@ class Tickets:
         self._texts: dict[str, str] = {}
         self._step = -1
         self._shape: BatchDescription | None = None  # announced last
-        self._by_rows = False  # likewise
+        self._turns: tuple[int, ...] = ()  # likewise
         self._senders: dict[int, Sender] = {}  # by worker; none before the first ticket
         # Always the same memory: a channel is quicker with values that are laid out alike.
         self._ticket = torch.empty(0, dtype=torch.uint8)
@@ -136,7 +136,7 @@ class Tickets:
         checksum: int = 0,
         previous_checksum: int = 0,
         python: PythonStep = NOTHING_READ,
-        by_rows: bool = False,
+        turns: tuple[int, ...] = (),
         drawn: int = 0,
     ) -> None:
         """Announce the next batch; None announces the end of the epoch.
@@ -150,7 +150,7 @@ class Tickets:
             checksum: Of the batch, where all workers hold it.
             previous_checksum: Of the batch before, where readers drew it from their loaders.
             python: The Python values behind the step.
-            by_rows: See ``Ticket``.
+            turns: See ``Ticket``.
             drawn: See ``Ticket``.
 
         Raises:
@@ -159,7 +159,7 @@ class Tickets:
         self._step += 1
         is_last = shape is not None and self._job.member.state.stops_soon
         brings_news = generator is not None or process != NOTHING_DRAWN or is_last
-        brings_news |= by_rows != self._by_rows
+        brings_news |= turns != self._turns
         brings_news |= (
             bool(python.changed or python.written) or shape is None or shape != self._shape
         )
@@ -172,13 +172,13 @@ class Tickets:
                 loader_changed=loader_changed,
                 changed=python.changed,
                 written=python.written,
-                by_rows=by_rows,
+                turns=turns,
                 **({} if shape is None else self._described(shape)),
             )
         numbers = checksum, previous_checksum, python.recording, drawn
         floats = python.lifted, python.settings
         data = ticket_of(self._step, news, *numbers, lifted=floats[0], settings=floats[1])
-        self._shape, self._by_rows = shape, by_rows
+        self._shape, self._turns = shape, turns
         self._job.is_stopping |= is_last
         self._send(data, quiet)
 
@@ -225,7 +225,7 @@ class Tickets:
             raise FrameError(
                 f"worker {leader} announces batch {ticket.step}; expected {self._step}"
             )
-        self._shape, self._by_rows = ticket.shape, ticket.by_rows
+        self._shape, self._turns = ticket.shape, ticket.turns
         return ticket
 
     def _read(self, data: bytes, leader: int) -> Ticket:
@@ -244,13 +244,13 @@ class Tickets:
         if begin < end:
             text = data[begin:end].decode(errors="replace")
             news = read_record(News, text, what=what)
-            shape, by_rows = self._learned(news, leader), news.by_rows
+            shape, turns = self._learned(news, leader), news.turns
         elif self._shape is None:
             raise FrameError(
                 f"worker {leader} announces a batch like the one before, but there was none"
             )
         else:
-            news, shape, by_rows = _NO_NEWS, self._shape, self._by_rows
+            news, shape, turns = _NO_NEWS, self._shape, self._turns
         return Ticket(
             step,
             shape,
@@ -262,7 +262,7 @@ class Tickets:
             PythonStep(
                 recording, floats[:num_lifted], news.changed, floats[num_lifted:], news.written
             ),
-            by_rows,
+            turns,
             drawn,
         )
 

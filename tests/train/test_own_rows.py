@@ -11,6 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from own_rows_helpers import (
+    EPOCHS,
+    NUM_SAMPLES,
+    PARTS,
+    SIZE,
+    loader_of,
+    made,
+    on,
+    plain,
+    said,
+    whole,
+    with_head,
+)
 from recovery_features.parts import Last, adam
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
@@ -19,13 +32,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
-from graphsplit.feeding import own_rows
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.settings import GO_ON, WAIT_REJOIN
 
-assert threads_as_workers
+assert threads_as_workers and said
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(100)]
-NUM_SAMPLES, SIZE, PARTS, EPOCHS = 45, 16, 4, 3
 
 
 class Counted(Dataset[Any]):
@@ -45,95 +56,8 @@ class Counted(Dataset[Any]):
         return self.x[index] * 2, self.y[index]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU()
-        )
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.head(self.body(x))
-        return made
-
-
-def made() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
-def loader_of(data: Any, **options: Any) -> DataLoader[Any]:
-    draws = torch.Generator().manual_seed(3)
-    return DataLoader(data, **{"batch_size": SIZE, "shuffle": True, "generator": draws, **options})
-
-
-def plain(loader: Any, epochs: int = EPOCHS, make: Callable[[], nn.Module] = made) -> Any:
-    """The printed loop over microbatches; its losses and parameters."""
-    net = make()
-    optimizer, loss_fn, losses = adam(net), nn.CrossEntropyLoss(), []
-    seed = torch.initial_seed()
-    for _ in range(epochs):
-        for batch in loader:
-            optimizer.zero_grad()
-            total: Any = 0
-            before = torch.get_rng_state()
-            for number, ((x, y), weight) in enumerate(gs.split_microbatches(batch, PARTS)):
-                torch.set_rng_state(gs.microbatch_rng_state(seed, len(losses), number))
-                loss = loss_fn(net(x), y)
-                (loss * weight).backward()
-                total = total + loss.detach() * weight
-            torch.set_rng_state(before)
-            optimizer.step()
-            losses.append(total)
-    return losses, dict(net.state_dict())
-
-
-def whole(net: Net, workers: int) -> None:
-    net.place("MS_WORKER", list(range(workers)))
-
-
-def with_head(net: Net, workers: int) -> None:
-    """The head needs all targets."""
-    net.body.place("MS_WORKER", list(range(1, workers)))
-    net.head.place("MS_WORKER", 0)
-
-
-def trained(
-    data: Any, workers: int, place: Any = whole, epochs: int = EPOCHS, **options: Any
-) -> Any:
-    net = made()
-    place(net, workers)
-    model = gs.Model(
-        *(net, nn.CrossEntropyLoss(), adam(net)), microbatches=PARTS, **options.pop("model", {})
-    )
-    last = Last()
-    model.train(epochs, loader_of(data, **options), [last])
-    return last.losses, dict(model.state_dict())
-
-
-def on(
-    workers: int, make: Callable[[], Any], place: Any = whole, **options: Any
-) -> tuple[list[Any], list[Any]]:
-    """What each worker finds, and its data set."""
-    data: list[Any] = [None] * workers
-
-    def script(rank: int) -> Any:
-        data[rank] = make()
-        return trained(data[rank], workers, place, **options)
-
-    return ThreadCluster(script, workers, is_recoverable=False).run(), data
-
-
 def num_read(data: Counted) -> int:
     return data.read.qsize()
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(own_rows, "say", lambda line, event: lines.append(line))
-    return lines
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -281,7 +205,7 @@ _VALUES = "rows that are read by themselves have other values than in the whole 
         (lambda: Subset(Counting(), range(40)), {}, "reading a batch changes an attribute of Coun"),
         (Counted, {"collate_fn": normalized}, _VALUES),
         (Counted, {"collate_fn": turned}, "rows that are read by themselves look otherwise"),
-        (Counted, {"num_workers": 1}, "the loader has num_workers=1"),
+        (Counted, {"num_workers": 1, "in_order": False}, "the loader has in_order=False"),
         (Counted, {"model": {"reading": "batches"}}, 'the Model has reading="batches"'),
     ],
 )

@@ -49,6 +49,8 @@ class _PlainWalk(Walk):
 
     def _visit(self, value: Any, name: str) -> None:
         module = str(type(value).__module__)  # it is no text for classes of some extensions
+        if module.startswith("graphsplit.feeding."):
+            return  # it stands in a loader's iterator, before what the loader itself leads to
         self.is_ours |= module.startswith("graphsplit.")
         self.is_open |= self.is_ours
         if isinstance(value, types.GeneratorType):  # a loader may be one
