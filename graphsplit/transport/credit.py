@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -36,6 +37,7 @@ from graphsplit.transport.frame import (
     Numbers,
     describe,
 )
+from graphsplit.transport.pool import MemoryPool
 from graphsplit.transport.session import TICK_S, AbortWatch
 from graphsplit.transport.wait import Wait
 
@@ -105,7 +107,8 @@ class OutgoingChannels(Generic[_S]):
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.broken: str | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
         self._senders: dict[Key, _S] = {}
         # Credits of channels that this worker has not opened yet.
@@ -146,18 +149,27 @@ class OutgoingChannels(Generic[_S]):
             self.want(sender.spec)  # a channel that never had any gets all of it unasked
         self.flush()
         wait = Wait(watch.policy, peer=self.peer, what=what)
-        with self._changed:
-            self._num_waiting += 1
-            try:
-                while not (sender.closed or sender.has_credit() or self.broken is not None):
-                    wait.check()
-                    self._changed.wait(TICK_S)
-            finally:
-                self._num_waiting -= 1
+        while not sender.has_room():
+            wait.check()
+            if not self.read_until(sender.has_room, wait.check):
+                self._sleep(sender)
+        if self.broken is not None:
+            wait.check()
         if sender.closed:
             raise TransportError(f"{what}: the channel was closed")
         if self.broken is not None:
             watch.raise_broken(f"{what}: worker {self.peer}: {self.broken}")
+
+    def _sleep(self, sender: CreditedSender) -> None:
+        with self._changed:
+            self._num_waiting += 1
+            if not sender.has_room():
+                self._changed.wait(TICK_S)
+            self._num_waiting -= 1
+
+    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
+        """Read what the peer says on this thread; see ``IncomingChannels.read_until``."""
+        return False
 
     def granted(self, plan: int, edge: int, messages: int) -> None:
         """Take credit from the receiver of a channel, which may not be open here yet.
@@ -165,7 +177,7 @@ class OutgoingChannels(Generic[_S]):
         Raises:
             FrameError: It is more than the depths of the channels allow.
         """
-        with self._changed:
+        with self._lock:
             sender = self._senders.get((plan, edge))
             if sender is None and plan in self._closed_plans:
                 return
@@ -278,17 +290,22 @@ class CreditedReceiver(Receiver):
         Most come soon. What is done before the first sleep keeps the thread that sends what this
         worker has just sent from running, so the wait begins, for everybody else, after it.
         """
-        wait = None
+        waits: list[Wait] = []
+
+        def look() -> None:
+            if not waits:
+                waits.append(Wait(self._watch.policy, peer=self.spec.source, what=self._what))
+            waits[0].check()
+
         while not self.closed and (self.has_message() or self._incoming.broken is None):
+            is_read = not self.has_message() and self._incoming.read_until(self.is_ready, look)
             try:
-                message = self._arrived.get(timeout=TICK_S)
+                message = self._arrived.get(not is_read, TICK_S)
             except Empty:
                 message = None
             if message is not None:
                 return message
-            if wait is None:
-                wait = Wait(self._watch.policy, peer=self.spec.source, what=self._what)
-            wait.check()
+            look()
         if self.closed:
             raise TransportError(f"{self._what}: the channel was closed")
         error = self._incoming.broken
@@ -337,6 +354,23 @@ class IncomingChannels(Generic[_R]):
         self._debtors: dict[Key, _R] = {}
         # What was under way when a plan was closed is dropped.
         self._closed_plans: set[int] = set()
+        self._pool = MemoryPool()
+
+    def memory_for(self, receiver: _R, frame: Frame) -> torch.Tensor | None:
+        """Memory for a value: fresh, unless the channel lends."""
+        return frame.empty_payload(self._pool if receiver.spec.lends else None)
+
+    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
+        """Read what the peer says on this thread, where that is possible, until a wait is over.
+
+        Args:
+            is_over: Whether it is, or nothing more will come.
+            look: Called by another thread now and then; ends the reading if it raises.
+
+        Returns:
+            False if this thread has to wait for the one that reads.
+        """
+        return False
 
     @abstractmethod
     def grant(self, spec: ChannelSpec, messages: int) -> None:
@@ -394,6 +428,7 @@ class IncomingChannels(Generic[_R]):
             for key in [key for key in self._receivers if plan is None or key[0] == plan]:
                 self._receivers.pop(key).close()
                 self._debtors.pop(key, None)
+        self._pool.clear()
 
     def find(self, plan: int, edge: int) -> _R | None:
         """The receiver of a channel; None if its plan was closed.

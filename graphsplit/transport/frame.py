@@ -35,6 +35,7 @@ from graphsplit.transport.layout import (
     unpack,
     wire_view,
 )
+from graphsplit.transport.pool import POOLED_BYTES, MemoryPool
 
 MAGIC = b"GSF1"
 ABSENT = 1
@@ -127,13 +128,26 @@ class Frame:
         assert self.layout is not None
         return empty_value(self.layout, self.dtype, self.offset, device=self.device)
 
-    def empty_payload(self) -> torch.Tensor | None:
-        """Memory to receive a payload in: the value itself if its memory has no gaps."""
-        if self.is_dense:
-            return self.empty()
+    def empty_payload(self, pool: MemoryPool | None = None) -> torch.Tensor | None:
+        """Memory to receive a payload in: the value itself if its memory has no gaps.
+
+        With a pool, that of a large value is what an earlier one may have left.
+        """
         if self.layout is None:
             return None
+        if self.is_dense:
+            if pool is None or self.payload_bytes < POOLED_BYTES or self.device != "cpu":
+                return self.empty()
+            return self._empty_from(pool)
         return torch.empty(self.payload_bytes, dtype=torch.uint8, device=self.device)
+
+    def _empty_from(self, pool: MemoryPool) -> torch.Tensor:
+        assert self.layout is not None
+        with torch.inference_mode(False):
+            value = torch.empty(0, dtype=self.dtype, device="cpu")
+            size_bytes = (self.layout.span + self.offset) * self.dtype.itemsize
+            storage = pool.take(size_bytes).untyped_storage()
+            return value.set_(storage, self.offset, self.layout.shape, self.layout.strides)
 
     def value_in(self, memory: torch.Tensor | None) -> torch.Tensor | None:
         """The value whose payload was received in what ``empty_payload`` gave."""

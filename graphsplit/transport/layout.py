@@ -20,6 +20,7 @@ that interleave without touching are sent as a span too, which is right for any 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,15 @@ from graphsplit.tensor_meta import span_elements
 from graphsplit.transport.dtypes import carrier_of
 
 ALIGNMENT = 64
+
+# To an address, from an address, so many bytes. Copying a large value must let other threads run;
+# for a small one that costs more than it does.
+UNLOCKED_BYTES = 1 << 20
+copy_bytes = ctypes.PyDLL(None).memmove
+copy_unlocked = ctypes.CDLL(None).memmove
+for _function in (copy_bytes, copy_unlocked):
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    _function.restype = None
 
 
 def aligned(size_bytes: int) -> int:

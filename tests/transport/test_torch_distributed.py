@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
+from graphsplit.transport.torch.link import TorchLink
 from graphsplit.transport.torch.rendezvous import Rendezvous
 from graphsplit.transport.torch.transport import TorchTransport
 from graphsplit.transport.torch.wire import (
@@ -101,7 +103,7 @@ def test_records_that_may_wait_travel_with_the_next() -> None:
     writer.put_large(
         WireRecord(RecordKind.LARGE, header=b"h", payload_bytes=1 << 20), torch.empty(1 << 20)
     )
-    assert [tag for tag, _ in gloo.sent] == [MESSAGE_TAG, MESSAGE_TAG, PAYLOAD_TAG]
+    assert [tag for tag, _ in gloo.sent] == [MESSAGE_TAG, MESSAGE_TAG, PAYLOAD_TAG, PAYLOAD_TAG]
 
 
 records = st.builds(
@@ -120,6 +122,7 @@ def test_records_read_back_as_they_were_written(written: list[WireRecord]) -> No
     buffer = MessageBuffer()
     for record in written:
         buffer.write(record)
+    assert buffer.written().numel() == buffer.used
     assert [record for record, _ in buffer.read()] == written
 
 
@@ -132,7 +135,8 @@ def test_no_message_is_believed_beyond_its_end(noise: bytes, count: int) -> None
     buffer.memory[64 : 64 + len(noise)] = torch.frombuffer(bytearray(noise), dtype=torch.uint8)
     try:
         for record, address in buffer.read():
-            assert address + record.inline_bytes <= buffer.address + MESSAGE_BYTES
+            inline = record.payload_bytes if record.kind is RecordKind.SMALL else 0
+            assert address + inline <= buffer.address + MESSAGE_BYTES
     except FrameError:
         pass
 
@@ -196,12 +200,12 @@ VALUE = WireRecord(RecordKind.SMALL, 0, 0, 0, header(), 16)
     [
         ([WireRecord(RecordKind.PROOF, header=b"?" * 32)], "a stranger answered in its place"),
         ([VALUE], "a stranger answered in its place"),
-        ([None, replace(VALUE, edge=7)], "plan 0, edge 7, which is not open"),
-        ([None, replace(VALUE, header=header(generation=2))], "generation: expected 1, got 2"),
-        ([None, replace(VALUE, header=header(1))], "sequence number: expected 0, got 1"),
-        ([None, replace(VALUE, payload_bytes=32)], "announced 32 bytes of payload; expected 16"),
-        ([None, VALUE, replace(VALUE, header=header(1))], "at most 1 messages under way"),
-        ([None, replace(VALUE, kind=RecordKind.DEVICE)], "what is on a device"),
+        ([None, VALUE._replace(edge=7)], "plan 0, edge 7, which is not open"),
+        ([None, VALUE._replace(header=header(generation=2))], "generation: expected 1, got 2"),
+        ([None, VALUE._replace(header=header(1))], "sequence number: expected 0, got 1"),
+        ([None, VALUE._replace(payload_bytes=32)], "announced 32 bytes of payload; expected 16"),
+        ([None, VALUE, VALUE._replace(header=header(1))], "at most 1 messages under way"),
+        ([None, VALUE._replace(kind=RecordKind.DEVICE)], "what is on a device"),
         ([None, None], "said twice who it is"),
     ],
 )
@@ -252,3 +256,83 @@ def test_closing_while_two_connect_leaves_no_thread() -> None:
 def test_a_value_before_there_is_a_link_is_an_error_and_not_lost() -> None:
     with pytest.raises(TransportError, match="without credit"):
         Writer().put(WireRecord(RecordKind.SMALL, payload_bytes=4))
+
+
+def test_who_waits_reads_and_the_thread_reads_for_who_does_not(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = []
+    take = TorchLink._take_value
+
+    def noting(self: TorchLink, *given: Any) -> None:
+        readers.append(threading.current_thread().name)
+        take(self, *given)
+
+    monkeypatch.setattr(TorchLink, "_take_value", noting)
+    sender, receiver = workers.open(SPEC)
+    back, other = workers.open(spec_of(edge=1, source=1, destination=0))
+
+    def echo() -> None:
+        for step in range(100):
+            back.send(receiver.receive(step=step, microbatch=0), step=step, microbatch=0)
+
+    echoing = threading.Thread(target=echo, name="program 1")
+    echoing.start()
+    for step in range(100):
+        sender.send(torch.ones(4), step=step, microbatch=0)
+        assert other.receive(step=step, microbatch=0) is not None
+    echoing.join(DEADLINE_S)
+    by_programs = sum(not name.startswith("graphsplit-torch") for name in readers)
+    assert by_programs > 20, readers  # of 200; the rest on a busy machine
+    readers.clear()
+    sender.send(torch.ones(4), step=100, microbatch=0)
+    deadline = time.monotonic() + DEADLINE_S
+    while not receiver.is_ready() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [name.rpartition("-")[0] for name in readers] == ["graphsplit-torch"]
+
+
+def warmed_up(workers: Workers) -> tuple[Any, Any]:
+    """A channel whose next receive is read by who waits."""
+    sender, receiver = workers.open(SPEC)
+    for step in range(2):
+        sender.send(torch.ones(4), step=step, microbatch=0)
+        assert receiver.receive(step=step, microbatch=0) is not None
+    return sender, receiver
+
+
+def test_a_signal_is_handled_while_the_main_thread_reads(workers: Workers) -> None:
+    _, receiver = warmed_up(workers)
+
+    def handle(*_: Any) -> None:
+        raise InterruptedError("by a signal")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(InterruptedError):
+            receiver.receive(step=2, microbatch=0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_reader_finds_within_a_second_that_its_channel_was_closed(workers: Workers) -> None:
+    _, receiver = warmed_up(workers)
+    receiving = start(lambda: receiver.receive(step=2, microbatch=0))
+    time.sleep(0.1)
+    workers.transports[1].close_plan(SPEC.plan)
+    with pytest.raises(TransportError, match="the channel was closed"):
+        receiving.result(DEADLINE_S)
+
+
+def test_what_a_reader_in_inference_mode_files_for_others_is_no_inference_tensor(
+    workers: Workers,
+) -> None:
+    sender, receiver = warmed_up(workers)
+    first, mine = workers.open(spec_of(edge=1))
+    sender.send(torch.ones(4), step=2, microbatch=0)
+    first.send(torch.ones(4), step=0, microbatch=0)
+    with torch.inference_mode():
+        assert mine.receive(step=0, microbatch=0) is not None
+    received = receiver.receive(step=2, microbatch=0)
+    assert received is not None and not received.is_inference()

@@ -97,13 +97,16 @@ class GrpcReceiver(CreditedReceiver):
         """Memory for a value that came in one piece. Runs on the thread that receives it."""
         last, spare = self._last, self._spare
         self._last, self._spare = frame, None
-        return spare if spare is not None and frame is last else frame.empty_payload()
+        return spare if spare is not None and frame is last else self._empty(frame)
 
     def _next(self) -> Arrived:
         """See ``CreditedReceiver``. Memory for the value is taken while it is on its way."""
         if self._last is not None and self._spare is None and not self.has_message():
-            self._spare = self._last.empty_payload()
+            self._spare = self._empty(self._last)
         return super()._next()
+
+    def _empty(self, frame: Frame) -> torch.Tensor | None:
+        return self._incoming.memory_for(self, frame)
 
     def put_alike(self, data: bytes, outline: Outline, frame: Frame) -> bool:
         """Take a message in one piece that has the outline of one before; False if it is not due.
@@ -139,7 +142,7 @@ class GrpcReceiver(CreditedReceiver):
             if piece.size == frame.payload_bytes and rest <= _MAX_REST_BYTES:
                 self.file(_Whole(self, numbers, piece.data, piece.start, frame))
                 return frame
-            self._arriving = _Arriving(numbers, frame, frame.empty_payload())
+            self._arriving = _Arriving(numbers, frame, self._empty(frame))
         message = self._arriving
         if message is None or not message.fill(piece):
             raise FrameError(

@@ -28,7 +28,14 @@ import torch
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.frame import Frame, header_bytes
-from graphsplit.transport.layout import ALIGNMENT, aligned, payload_view
+from graphsplit.transport.layout import (
+    ALIGNMENT,
+    UNLOCKED_BYTES,
+    aligned,
+    copy_bytes,
+    copy_unlocked,
+    payload_view,
+)
 from graphsplit.transport.shm.region import SharedRegion, can_populate
 
 LEND_BYTES = 128 << 10
@@ -36,13 +43,6 @@ LEND_BYTES = 128 << 10
 
 _SPARE_BYTES, _MAX_SPARE = 256 << 20, 32
 _MAX_VIEWS = 4  # layouts that a slot is ready for
-# Copying a large value must let other threads run; for a small one that costs more than it does.
-_UNLOCKED_BYTES = 1 << 20
-_copy = ctypes.PyDLL(None).memmove
-_copy_unlocked = ctypes.CDLL(None).memmove
-for _function in (_copy, _copy_unlocked):
-    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    _function.restype = None
 
 
 def num_spare(spec: ChannelSpec) -> int:
@@ -179,7 +179,7 @@ class RingSlot:
             source = value.data_ptr()
             if source:
                 size = payload.frame.payload_bytes
-                copy = _copy if size < _UNLOCKED_BYTES else _copy_unlocked
+                copy = copy_bytes if size < UNLOCKED_BYTES else copy_unlocked
                 copy(self._address, source, size)
                 return
         if payload.view is not None:

@@ -91,14 +91,18 @@ class DeviceWire:
             self._sends.send([payload], self._peer, 0).wait()
         payload.record_stream(self._out)
 
-    def receive(self, header: bytes, frame: Frame, memory: torch.Tensor) -> DeviceMessage:
-        """Post a receive; the message is there as soon as its stream comes to it."""
+    def receive(self, header: bytes, frame: Frame) -> DeviceMessage:
+        """Post a receive; the message is there as soon as its stream comes to it.
+
+        The memory is the side stream's: that of another one might still be read there.
+        """
         with torch.cuda.stream(self._in):
+            memory = frame.empty_payload()
+            assert memory is not None
             flat = octets(memory, frame.payload_bytes)
             self._receives.recv([flat], self._peer, 0).wait()
             ready = torch.cuda.Event()
             ready.record(self._in)
-        memory.record_stream(self._in)
         return DeviceMessage(header, frame, memory, ready)
 
     def drop(self, scratch: torch.Tensor) -> None:

@@ -1,25 +1,26 @@
 """The link of two workers over ``torch.distributed``: one ordered stream in each direction.
 
 Whatever worker A sends to worker B, values of all channels and credits alike, goes through one
-stream of messages with one tag. B posts the receives of that tag ahead, and a thread of B's files
-what arrives by channel::
+stream of messages with one tag. B posts the receives of that tag ahead, and whoever of B's threads
+reads files what arrives by channel::
 
-    A's program     send(x) ── copy ──► message ══ Gloo, tag 0 ══► B's thread ──► channel ► receive
-    A's thread      ◄── credit ◄════════════ Gloo, tag 0 ◄════════════════════════ B's program
+    A's program   send(x) ── copy ──► message ══ Gloo, tag 0 ══► B's reader ──► channel ► receive
+    A's reader    ◄── credit ◄══════════════ Gloo, tag 0 ◄══════════════════════ B's program
+
+The reader is a program that waits, or else the link's own thread; see ``turns.py``.
 
 So the order in which B's program receives need not be the order in which A's sends, and both may
 be any order at all: nothing is matched by the order of posting, which is what deadlocks programs
 that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``credit.py``.
 
 [Note: ends of a link] A Gloo receive cannot be cancelled, and a wait that runs out of time breaks
-the link. So the thread waits without limit, ``abort`` breaks the link on purpose by a wait of one
-millisecond, and deadlines are kept by those who wait for the thread. A link that closes in peace
+the link. So the reader waits without limit, ``abort`` breaks the link on purpose by a wait of one
+millisecond, and deadlines are kept by those who do not read. A link that closes in peace
 says so and waits for the answer, because closing a Gloo pair drops what is still under way.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import threading
 from collections import deque
@@ -41,12 +42,15 @@ from graphsplit.transport.credit import (
     OutgoingChannels,
 )
 from graphsplit.transport.frame import MESSAGE, Frame
+from graphsplit.transport.layout import copy_bytes
 from graphsplit.transport.torch.device import DeviceWire
+from graphsplit.transport.torch.turns import Turns
 from graphsplit.transport.torch.wire import (
     ABORT_TAG,
     FOREVER,
     MESSAGE_TAG,
     PAYLOAD_TAG,
+    PIECE_BYTES,
     MessageBuffer,
     RecordKind,
     WireRecord,
@@ -85,9 +89,13 @@ class PairGroup:
 class _Outgoing(OutgoingChannels[CreditedSender]):
     """The channels to the peer."""
 
-    def __init__(self, peer: int, writer: Writer) -> None:
+    def __init__(self, peer: int, writer: Writer, turns: Turns) -> None:
         super().__init__(peer)
-        self._writer = writer
+        self._writer, self._turns = writer, turns
+
+    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
+        """See ``IncomingChannels.read_until``."""
+        return self._turns.read_until(is_over, look)
 
     def want(self, spec: ChannelSpec) -> None:
         """See ``OutgoingChannels.want``. That the link broke is told by ``broken``."""
@@ -103,10 +111,19 @@ class _Outgoing(OutgoingChannels[CreditedSender]):
 class _Incoming(IncomingChannels[CreditedReceiver]):
     """The channels from the peer."""
 
-    def __init__(self, source: int, writer: Writer) -> None:
+    def __init__(self, source: int, writer: Writer, turns: Turns) -> None:
         super().__init__(source)
-        self._writer = writer
+        self._writer, self._turns = writer, turns
         self._largest = 0
+
+    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
+        """See ``IncomingChannels.read_until``."""
+        return self._turns.read_until(is_over, look)
+
+    def notify(self) -> None:
+        """See ``IncomingChannels.notify``."""
+        super().notify()
+        self._turns.nudge()
 
     def add(self, receiver: CreditedReceiver) -> None:
         """See ``IncomingChannels.add``."""
@@ -143,8 +160,9 @@ class TorchLink:
     def __init__(self, peer: int, connect: Callable[[Callable[[], None]], PairGroup]) -> None:
         self.peer = peer
         self.writer = Writer()
-        self.outgoing = _Outgoing(peer, self.writer)
-        self.incoming = _Incoming(peer, self.writer)
+        self._turns = Turns(self._read, self.abort, self._ping)
+        self.outgoing = _Outgoing(peer, self.writer, self._turns)
+        self.incoming = _Incoming(peer, self.writer, self._turns)
         self._connect = connect
         self._group: PairGroup | None = None
         self._posted: deque[MessageBuffer] = deque()
@@ -153,6 +171,7 @@ class TorchLink:
         self._is_made = threading.Event()  # or never will be
         self._is_closing = False
         self._peer_left = False
+        self._is_pinged = False
         self._peer_has_read = threading.Event()
         name = f"graphsplit-torch-{peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -170,6 +189,7 @@ class TorchLink:
         """Close the channels of a plan; of all plans for None."""
         self.incoming.remove_plan(plan)
         self.outgoing.remove_plan(plan)
+        self._turns.nudge()
 
     def put_owed(self) -> None:
         """Have credits that are owed ride along with what is written next."""
@@ -208,6 +228,7 @@ class TorchLink:
         if flush:
             self._peer_has_read.wait(FLUSH_S)
         self._is_closing = True
+        self._turns.end()
         self.remove_plan(None)
         self.abort()
         self._thread.join(FLUSH_S)
@@ -231,7 +252,14 @@ class TorchLink:
         self.outgoing.fail(why)
         self.abort()
 
-    # Everything below runs on the thread.
+    def _ping(self) -> None:
+        """Have the peer say something, unless it has been asked to already."""
+        if not self._is_pinged:
+            self._is_pinged = True
+            with suppress(TransportError):
+                self.writer.put(WireRecord(RecordKind.PING))
+
+    # Everything below runs on the thread, or on that of a program that reads.
 
     def _meet(self) -> None:
         """The peer is there: from here on the group is made, whoever leaves."""
@@ -241,7 +269,6 @@ class TorchLink:
             self._has_met = True
 
     def _run(self) -> None:
-        error: Exception = TransportError("closed its end")
         try:
             group = self._connect(self._meet)
             for _ in range(_NUM_POSTED):
@@ -251,28 +278,26 @@ class TorchLink:
                 group.gloo, group.peer, WireRecord(RecordKind.PROOF, header=group.mine)
             )
             self._is_made.set()
-            if not self._is_closing:
-                self._check_proof(group)
-                while True:
-                    self._read(group)
-        except GraphsplitError as raised:
-            error = raised
+            if self._is_closing:
+                raise TransportError("closed its end")
+            self._check_proof(group)
+            del group
         except Exception as raised:
-            # Whatever torch raises here (it has no base class for it): the link ended.
-            error = TransportError(_reason(raised))
-        self._end(error)
+            self._end(raised)
+        self._turns.stand_by()
+        self._posted.clear()
 
     def _post(self, group: PairGroup, message: MessageBuffer) -> None:
         message.work = group.gloo.recv([message.memory], group.peer, MESSAGE_TAG)
         self._posted.append(message)
 
-    def _next(self, group: PairGroup) -> MessageBuffer:
+    def _next(self) -> MessageBuffer:
         message = self._posted.popleft()
         message.work.wait(FOREVER)
         return message
 
     def _check_proof(self, group: PairGroup) -> None:
-        message = self._next(group)
+        message = self._next()
         record = message.read()[0][0]
         if record.kind is not RecordKind.PROOF or not hmac.compare_digest(
             record.header, group.theirs
@@ -280,14 +305,33 @@ class TorchLink:
             raise FrameError(f"worker {self.peer}: a stranger answered in its place")
         self._post(group, message)
 
-    def _read(self, group: PairGroup) -> None:
-        message = self._next(group)
+    def _read(self) -> None:
+        """Read one message. Whoever is interrupted here has lost it, and so ends the link."""
+        group = self._group
+        try:
+            if group is None:
+                raise TransportError("closed its end")
+            message = self._next()
+            if torch.is_inference_mode_enabled():  # what comes may be another thread's
+                with torch.inference_mode(False):
+                    self._take_all(group, message)
+            else:
+                self._take_all(group, message)
+            self._post(group, message)
+        except (GraphsplitError, RuntimeError) as raised:
+            self._end(raised)
+        except BaseException:  # by the handler of a signal
+            self._end(TransportError("reading it was interrupted"))
+            raise
+
+    def _take_all(self, group: PairGroup, message: MessageBuffer) -> None:
         for record, address in message.read():
             self._take(group, record, address)
-        self._post(group, message)
 
     def _take(self, group: PairGroup, record: WireRecord, address: int) -> None:
-        if record.kind is RecordKind.CREDIT:
+        if record.kind is RecordKind.SMALL:
+            self._take_value(group, record, address)
+        elif record.kind is RecordKind.CREDIT:
             self.outgoing.granted(record.plan, record.edge, record.number)
         elif record.kind is RecordKind.WANT:
             self.incoming.wanted(record.plan, record.edge)
@@ -296,6 +340,10 @@ class TorchLink:
             self.writer.put(WireRecord(RecordKind.READ))
         elif record.kind is RecordKind.READ:
             self._peer_has_read.set()
+        elif record.kind is RecordKind.PING:
+            self.writer.put(WireRecord(RecordKind.PONG))
+        elif record.kind is RecordKind.PONG:
+            self._is_pinged = False
         elif record.kind is RecordKind.PROOF:
             raise FrameError(f"worker {self.peer} said twice who it is")
         else:
@@ -312,7 +360,7 @@ class TorchLink:
                 f"worker {self.peer} announced {record.payload_bytes} bytes of payload; "
                 f"expected {frame.payload_bytes}"
             )
-        receiver.file(self._message(group, record, frame, address))
+        receiver.file(self._message(group, receiver, frame, record, address))
 
     def _drop(self, group: PairGroup, record: WireRecord) -> None:
         """Receive what was under way when its plan was closed, and forget it."""
@@ -324,34 +372,51 @@ class TorchLink:
         elif group.device is not None:
             group.device.drop(scratch)
 
-    def _message(self, group: PairGroup, record: WireRecord, frame: Frame, address: int) -> Arrived:
+    def _message(
+        self,
+        group: PairGroup,
+        receiver: CreditedReceiver,
+        frame: Frame,
+        record: WireRecord,
+        address: int,
+    ) -> Arrived:
         """Receive the payload of a checked header."""
-        memory = frame.empty_payload()
-        is_on_device = memory is not None and not memory.is_cpu
+        is_on_device = frame.device != "cpu" and frame.payload_bytes > 0
         if is_on_device != (record.kind is RecordKind.DEVICE):
             raise FrameError(f"worker {self.peer} sent to host memory what is on a device")
-        if memory is not None and group.device is not None and is_on_device:
-            return group.device.receive(record.header, frame, memory)
+        if group.device is not None and is_on_device:
+            return group.device.receive(record.header, frame)
+        memory = self.incoming.memory_for(receiver, frame)
         if memory is not None and record.kind is RecordKind.SMALL:
-            ctypes.memmove(memory.data_ptr(), address, frame.payload_bytes)
+            copy_bytes(memory.data_ptr(), address, frame.payload_bytes)
         elif memory is not None:
             self._receive(group, octets(memory, frame.payload_bytes))
         return Arrived(MESSAGE.unpack_from(record.header), frame, memory)
 
     def _receive(self, group: PairGroup, memory: torch.Tensor) -> None:
-        group.gloo.recv([memory], group.peer, PAYLOAD_TAG).wait(FOREVER)
+        works = [
+            group.gloo.recv([memory[at : at + PIECE_BYTES]], group.peer, PAYLOAD_TAG)
+            for at in range(0, memory.numel(), PIECE_BYTES)
+        ]
+        for work in reversed(works):  # they come in order: the last one is the one to wait for
+            work.wait(FOREVER)
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, raised: Exception) -> None:
         if self._peer_left or self._is_closing:
-            error = TransportError("closed its end")
+            error: Exception = TransportError("closed its end")
+        elif isinstance(raised, GraphsplitError):
+            error = raised
+        else:
+            # Whatever torch raises here (it has no base class for it): the link ended.
+            error = TransportError(_reason(raised))
         # Its frames hold the group, and the group holds sockets.
         error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._turns.end()
         self._is_made.set()
         self._peer_has_read.set()
         self.incoming.end(error)
         self.outgoing.fail(str(error))
         self.abort()
-        self._posted.clear()
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,7 @@ from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.credit import CreditedSender
 from graphsplit.transport.frame import Frame, describe, header_bytes
 from graphsplit.transport.layout import pack
+from graphsplit.transport.pool import MemoryPool
 from graphsplit.transport.session import AbortWatch
 from graphsplit.transport.torch.link import TorchLink
 from graphsplit.transport.torch.wire import (
@@ -35,7 +36,7 @@ class TorchSender(CreditedSender):
         self._link = link
         # Large payloads that the peer has not taken yet; None for each small one.
         self._under_way: deque[tuple[torch.Tensor, Any] | None] = deque()
-        self._spare: list[torch.Tensor] = []
+        self._pool = MemoryPool()
 
     def send(
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
@@ -68,32 +69,18 @@ class TorchSender(CreditedSender):
         self._link.writer.put(record, address=address, hold=hold)
 
     def _send_large(self, record: WireRecord, frame: Frame, memory: torch.Tensor) -> None:
-        if frame.is_payload(memory):
-            payload = self._copied(octets(memory, frame.payload_bytes))
-        else:
-            payload, _ = pack(memory)
+        is_payload = frame.is_payload(memory)
         if record.kind is RecordKind.DEVICE:
+            payload = octets(memory, frame.payload_bytes).clone() if is_payload else pack(memory)[0]
             self._under_way.append(None)
             self._link.put_device(record, payload)
             return
-        self._under_way.append((payload, self._link.writer.put_large(record, payload)))
-
-    def _copied(self, payload: torch.Tensor) -> torch.Tensor:
-        """A copy, in memory that an earlier value of this size has left."""
-        spare = self._spare.pop() if self._spare else None
-        with torch.inference_mode(False), torch.no_grad():
-            if spare is None or spare.numel() != payload.numel():
-                return payload.clone()
-            return spare.copy_(payload)
+        source = octets(memory, frame.payload_bytes) if is_payload else None
+        payload = self._pool.take(frame.payload_bytes) if is_payload else pack(memory)[0]
+        sends = self._link.writer.put_large(record, payload, source)
+        self._under_way.append((payload, sends))
 
     def credited(self, messages: int) -> None:
         """See ``CreditedSender.credited``."""
         for _ in range(min(messages, len(self._under_way))):
-            taken = self._under_way.popleft()
-            if taken is not None and not self.closed:
-                self._spare.append(taken[0])
-
-    def close(self) -> None:
-        """See ``CreditedSender.close``."""
-        super().close()
-        self._spare.clear()
+            self._under_way.popleft()

@@ -13,16 +13,17 @@ device to device instead. Large payloads arrive in the order of their records.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphsplit.errors import FrameError
 from graphsplit.transport.layout import ALIGNMENT, aligned
 
+PIECE_BYTES = 512 << 10
+"""Larger payloads travel in pieces of this size, the next one copied while the last one is sent."""
 INLINE_BYTES = 64 << 10
 """Payloads up to this size travel inside a message."""
 MESSAGE_BYTES = INLINE_BYTES + (4 << 10)
@@ -47,10 +48,14 @@ class RecordKind(IntEnum):
     BYE = 6  # nothing more will come
     READ = 7  # answer to BYE: all of it was read
     WANT = 8  # the sender of (plan, edge) waits for credit
+    PING = 9  # say something
+    PONG = 10  # answer to PING
 
 
-@dataclass(frozen=True)
-class WireRecord:
+_KINDS = {int(kind): kind for kind in RecordKind}
+
+
+class WireRecord(NamedTuple):
     """One record.
 
     Attributes:
@@ -69,16 +74,6 @@ class WireRecord:
     header: bytes = b""
     payload_bytes: int = 0
 
-    @property
-    def inline_bytes(self) -> int:
-        """Bytes of payload in the message itself."""
-        return self.payload_bytes if self.kind is RecordKind.SMALL else 0
-
-
-def record_bytes(record: WireRecord) -> int:
-    """Room that a record takes in a message."""
-    return aligned(_RECORD.size + len(record.header)) + aligned(record.inline_bytes)
-
 
 class MessageBuffer:
     """Memory for one message, to write it or to receive it.
@@ -95,6 +90,7 @@ class MessageBuffer:
         with torch.inference_mode(False):
             self.memory = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
+        self._written: dict[int, torch.Tensor] = {}  # by size, which is a multiple of 64
         self._view = memoryview(self.memory.numpy().data).cast("B")
         self.used = ALIGNMENT
         self.count = 0
@@ -104,34 +100,28 @@ class MessageBuffer:
         """Begin a new message."""
         self.used, self.count = ALIGNMENT, 0
 
-    def has_room(self, record: WireRecord) -> bool:
-        """Whether a record fits behind the others."""
-        return self.used + record_bytes(record) <= MESSAGE_BYTES
-
-    def write(self, record: WireRecord) -> int:
-        """Add a record; the address for its payload."""
-        start, header = self.used, record.header
-        _RECORD.pack_into(
-            self._view,
-            start,
-            record.kind,
-            len(header),
-            record.number,
-            record.plan,
-            record.edge,
-            record.payload_bytes,
-        )
+    def write(self, record: WireRecord) -> int | None:
+        """Add a record; the address for its payload. None if it does not fit behind the others."""
+        kind, plan, edge, number, header, payload_bytes = record
+        start = self.used
+        payload = start + aligned(_RECORD.size + len(header))
+        end = payload + aligned(payload_bytes) if kind is RecordKind.SMALL else payload
+        if end > MESSAGE_BYTES:
+            return None
+        _RECORD.pack_into(self._view, start, kind, len(header), number, plan, edge, payload_bytes)
         body = start + _RECORD.size
         self._view[body : body + len(header)] = header
-        payload = start + aligned(_RECORD.size + len(header))
-        self.used = payload + aligned(record.inline_bytes)
+        self.used = end
         self.count += 1
-        _COUNT.pack_into(self._view, 0, self.count)
         return self.address + payload
 
     def written(self) -> torch.Tensor:
         """The message."""
-        return self.memory[: self.used]
+        _COUNT.pack_into(self._view, 0, self.count)
+        used = self._written.get(self.used)
+        if used is None:  # a view costs as much as a record
+            used = self._written[self.used] = self.memory[: self.used]
+        return used
 
     def read(self) -> list[tuple[WireRecord, int]]:
         """The records, and the address of each one's payload.
@@ -145,26 +135,23 @@ class MessageBuffer:
         for _ in range(count):
             if at + _RECORD.size > MESSAGE_BYTES:
                 raise FrameError(f"a message of {count} records, which is more than fit in it")
-            record, at = self._read_at(at)
+            number_of_kind, size, number, plan, edge, payload_bytes = _RECORD.unpack_from(
+                self._view, at
+            )
+            body, kind = at + _RECORD.size, _KINDS.get(number_of_kind)
+            at += aligned(_RECORD.size + size)
+            if kind is None or size > MAX_HEADER_BYTES or at > MESSAGE_BYTES:
+                raise FrameError(f"a record of kind {number_of_kind} with a header of {size} bytes")
+            header = self._view[body : body + size].tobytes() if size else b""
+            record = WireRecord(kind, plan, edge, number, header, payload_bytes)
             records.append((record, self.address + at))
-            at += aligned(record.inline_bytes)
+            if kind is RecordKind.SMALL:
+                at += aligned(payload_bytes)
+                if at > MESSAGE_BYTES:
+                    raise FrameError(
+                        f"a record with {payload_bytes} bytes of payload, more than fit in it"
+                    )
         return records
-
-    def _read_at(self, at: int) -> tuple[WireRecord, int]:
-        kind, size, number, plan, edge, payload = _RECORD.unpack_from(self._view, at)
-        body = at + _RECORD.size
-        end = at + aligned(_RECORD.size + size)
-        if (
-            kind not in RecordKind._value2member_map_
-            or size > MAX_HEADER_BYTES
-            or end > MESSAGE_BYTES
-        ):
-            raise FrameError(f"a record of kind {kind} with a header of {size} bytes")
-        header = bytes(self._view[body : body + size])
-        record = WireRecord(RecordKind(kind), plan, edge, number, header, payload)
-        if end + record.inline_bytes > MESSAGE_BYTES:
-            raise FrameError(f"a record with {payload} bytes of payload, more than fit in it")
-        return record, end
 
 
 def octets(value: torch.Tensor, size_bytes: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ is used again when the send that reads from it is done.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from typing import Any
@@ -15,11 +14,14 @@ from typing import Any
 import torch
 
 from graphsplit.errors import TransportError
+from graphsplit.transport.layout import copy_bytes
 from graphsplit.transport.torch.wire import (
     FOREVER,
     MESSAGE_TAG,
     PAYLOAD_TAG,
+    PIECE_BYTES,
     MessageBuffer,
+    RecordKind,
     WireRecord,
 )
 
@@ -57,7 +59,7 @@ class Writer:
         """
         with self._lock:
             if self._gloo is None:
-                if record.inline_bytes:
+                if record.kind is RecordKind.SMALL:
                     raise TransportError("a value was sent without credit: there is no link yet")
                 self._early.append(record)
                 return
@@ -65,16 +67,29 @@ class Writer:
             if not hold:
                 self._flush()
 
-    def put_large(self, record: WireRecord, payload: torch.Tensor) -> Any:
-        """Write a record and, out of the value's own memory, its payload.
+    def put_large(
+        self, record: WireRecord, payload: torch.Tensor, source: torch.Tensor | None = None
+    ) -> list[Any]:
+        """Write a record and, out of ``payload``, its payload.
+
+        Args:
+            record: The record.
+            payload: uint8, as many as the record says.
+            source: What is to be copied to ``payload`` first; None: it is there.
 
         Returns:
-            The send; it and the payload must be kept until the peer has taken the value.
+            The sends; they and the payload must be kept until the peer has taken the value.
         """
-        with self._lock:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._add(record, 0)
             self._flush()
-            return self._call(self._gloo.send, payload, PAYLOAD_TAG)
+            sends = []
+            for at in range(0, payload.numel(), PIECE_BYTES):
+                piece = payload[at : at + PIECE_BYTES]
+                if source is not None:
+                    piece.copy_(source[at : at + PIECE_BYTES])
+                sends.append(self._call(self._gloo.send, piece, PAYLOAD_TAG))
+            return sends
 
     def flush(self) -> None:
         """Send what is held back."""
@@ -90,14 +105,14 @@ class Writer:
 
     def _add(self, record: WireRecord, address: int) -> None:
         message = self._current
-        if message is not None and not message.has_room(record):
+        target = None if message is None else message.write(record)
+        if target is None:
             self._flush()
-            message = None
-        if message is None:
-            message = self._current = self._empty()
-        target = message.write(record)
-        if record.inline_bytes:
-            ctypes.memmove(target, address, record.inline_bytes)
+            self._current = self._empty()
+            target = self._current.write(record)
+            assert target is not None
+        if address:
+            copy_bytes(target, address, record.payload_bytes)
 
     def _empty(self) -> MessageBuffer:
         """Memory for a message: new, or the oldest, once its send is done."""
