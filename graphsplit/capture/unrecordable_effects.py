@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from graphsplit.torch_ext.replaced import (
     SAVED_TENSORS_HOOKS,
     SEEDS,
     Patch,
-    replaced,
 )
 
 _OPAQUE = "keep the module or function that does it whole, with gs.opaque"
@@ -63,86 +63,69 @@ def unrecordable_effects_refused(recorder: OpaqueRecorder) -> Iterator[None]:
     with ExitStack() as stack:
         for patches, what, way_out in _REFUSED:
             for patch in patches:
-                refuse = _refusing(recorder, getattr(*patch), what, way_out)
-                stack.enter_context(replaced(*patch, refuse))
-        for patch, wrapped in (
-            (GRAD, _differentiating),
-            (SAVED_TENSORS_HOOKS, _entering),
-            (REGISTER_HOOK, _hooking),
+                stack.enter_context(recorder.instead(patch, _refusing(what, way_out)))
+        for patch, call in (
+            (GRAD, _differentiate),
+            (SAVED_TENSORS_HOOKS, _enter),
+            (REGISTER_HOOK, _register_hook),
         ):
-            stack.enter_context(replaced(*patch, wrapped(recorder, getattr(*patch))))
+            stack.enter_context(recorder.instead(patch, partial(call, recorder)))
         yield
 
 
-def _refusing(
-    recorder: OpaqueRecorder, original: Callable[..., Any], what: str, way_out: str
-) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_recording:
-            return original(*args, **kwargs)
+def _refusing(what: str, way_out: str) -> Callable[..., Any]:
+    def refuse(original: Any, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(f"forward {what}\n  {users_line_now()}\n  Fix: {way_out}.")
 
     return refuse
 
 
-def _differentiating(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _differentiate(
+    recorder: OpaqueRecorder, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Record backward like the rest; refuse it where that cannot be done."""
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_recording:
-            return original(*args, **kwargs)
-        known = recorder.num_constants()
-        found = original(*args, **kwargs)
-        lost = any(isinstance(t, torch.Tensor) and not is_tracked(t) for t in found)
-        if lost or recorder.num_constants() > known:
-            raise CaptureError(
-                f"forward calls torch.autograd.grad, and what it computes cannot be recorded\n"
-                f"  {users_line_now()}\n  Fix: {_OPAQUE}."
-            )
-        return found
-
-    return grad
+    known = recorder.num_constants()
+    found = original(*args, **kwargs)
+    lost = any(isinstance(t, torch.Tensor) and not is_tracked(t) for t in found)
+    if lost or recorder.num_constants() > known:
+        raise CaptureError(
+            f"forward calls torch.autograd.grad, and what it computes cannot be recorded\n"
+            f"  {users_line_now()}\n  Fix: {_OPAQUE}."
+        )
+    return found
 
 
-def _entering(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _enter(recorder: OpaqueRecorder, original: Callable[..., Any], hooks: Any) -> Any:
     """Tensors saved for backward are not changed by checkpoints, nor by moving them to the CPU."""
-    harmless = (torch.autograd.graph.save_on_cpu, CHECKPOINT_HOOK)
-
-    def enter(self: Any) -> Any:
-        if recorder.is_recording and not isinstance(self, harmless):
-            raise CaptureError(
-                f"forward uses torch.autograd.graph.saved_tensors_hooks, which would be lost\n"
-                f"  {users_line_now()}\n  Fix: {_OPAQUE}."
-            )
-        return original(self)
-
-    return enter
+    if not isinstance(hooks, (torch.autograd.graph.save_on_cpu, CHECKPOINT_HOOK)):
+        raise CaptureError(
+            f"forward uses torch.autograd.graph.saved_tensors_hooks, which would be lost\n"
+            f"  {users_line_now()}\n  Fix: {_OPAQUE}."
+        )
+    return original(hooks)
 
 
-def _hooking(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _register_hook(
+    recorder: OpaqueRecorder, original: Callable[..., Any], tensor: torch.Tensor, hook: Any
+) -> Any:
     """Record a hook on a value as an alias that carries it; later uses are the alias's."""
+    if not is_tracked(tensor):
+        return original(tensor, hook)
+    with recorder.not_recording():  # torch calls this very function again, once per mode
+        handle = original(tensor, hook)
+    _check_hook(tensor, hook)
 
-    def register_hook(self: torch.Tensor, hook: Any) -> Any:
-        if not recorder.is_recording or not is_tracked(self):
-            return original(self, hook)
-        with recorder.not_recording():  # torch calls this very function again, once per mode
-            handle = original(self, hook)
-        _check_hook(self, hook)
+    def with_hook(value: torch.Tensor) -> torch.Tensor:
+        hooked = value.view_as(value)
+        if hooked.requires_grad:
+            original(hooked, hook)
+        return hooked
 
-        def with_hook(value: torch.Tensor) -> torch.Tensor:
-            hooked = value.view_as(value)
-            if hooked.requires_grad:
-                original(hooked, hook)
-            return hooked
-
-        recorder.hooks.append(hook)
-        name = getattr(hook, "__qualname__", type(hook).__name__)
-        label = f"register_hook({name})"
-        whole = OpaqueCode(with_hook, label, in_parts=False, forward=(), backward=(hook,))
-        recorder.replace(self, whole)
-        return handle
-
-    return register_hook
+    recorder.hooks.append(hook)
+    label = f"register_hook({getattr(hook, '__qualname__', type(hook).__name__)})"
+    whole = OpaqueCode(with_hook, label, in_parts=False, forward=(), backward=(hook,))
+    recorder.replace(tensor, whole)
+    return handle
 
 
 def _check_hook(tensor: torch.Tensor, hook: Any) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -208,8 +208,7 @@ class Recordings:
         With what the Model was given since the last step.
         """
         numbered = (r for r in self._latest if r.number == number)
-        before = next(numbered, None) or self._before(mode, signature)
-        before = before or self._of_step(mode, signature)
+        before = next(chain(numbered, self._of_step(mode, signature)), None)
         swapped = self._swaps.changed()
         if before is None:
             return swapped
@@ -224,16 +223,16 @@ class Recordings:
         given = self._swaps.given(label)
         if given is not None:
             return given
-        before = self._before(mode, signature) or self._of_step(mode, signature)
+        before = next(iter(self._of_step(mode, signature)), None)
         if before is None:
             return MISSING
         marks = self._marks(before.trained)
         return marks[label] if label in marks else before.graph.state.guards.value_at(label)
 
-    def _of_step(self, mode: Mode, signature: Signature) -> Recording | None:
-        """The recording of such a step that was used last, whatever was trained then."""
-        found = (r for r in self._latest if r.mode is mode and r.signature == signature)
-        return next(found, None)
+    def _of_step(self, mode: Mode, signature: Signature) -> list[Recording]:
+        """The recordings of such a step: those for what is trained now, then the others."""
+        found = [r for r in self._latest if r.mode is mode and r.signature == signature]
+        return sorted(found, key=lambda recording: not self._fits(recording))
 
     def _marks(self, trained: Sequence[bool]) -> dict[str, bool]:
         """Whether each parameter is trained, by a name for people."""
@@ -362,16 +361,10 @@ class Recordings:
             and requires_grad_of(recording.parameters) == recording.trained
         )
 
-    def _before(
-        self, mode: Mode, signature: Signature, graph: CapturedGraph | None = None
-    ) -> Recording | None:
+    def _before(self, mode: Mode, signature: Signature, graph: CapturedGraph) -> Recording | None:
         """The recording of such a step that was used last; one that is like a graph, if any is."""
-        found = [
-            recording
-            for recording in self._latest
-            if recording.mode is mode and recording.signature == signature and self._fits(recording)
-        ]
-        alike = (r for r in found if graph is not None and _are_alike(r.graph, graph))
+        found = list(filter(self._fits, self._of_step(mode, signature)))
+        alike = (recording for recording in found if _are_alike(recording.graph, graph))
         return next(alike, found[0] if found else None)
 
     def _lifted(

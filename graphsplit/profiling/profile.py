@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -311,15 +310,10 @@ class Profiling:
         self._profiler.turn_on()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._profiler.is_on = False
         try:
-            if error is None:
+            if kind is None:
                 self._result = self._profiler.measured()
         finally:
             self._profiler.forget()

@@ -146,7 +146,7 @@ class ClusterEngine(ClusterState):
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         beside: list[Any] = []
-        for phase, values in self._run(planned, division, holders, meanwhile):
+        for phase, values in self._timed(planned, division, holders, meanwhile):
             graph = phase.planned.plan.placed.graph
             loss = graph.loss_node
             assert loss is not None
@@ -170,7 +170,7 @@ class ClusterEngine(ClusterState):
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
                 home, num_steps = planned.first.plan.home, num_steps + 1
-                ((_, values),) = self._run(planned, division, feed.holders(planned), meanwhile)
+                ((_, values),) = self._timed(planned, division, feed.holders(planned), meanwhile)
                 if self._job.rank == home:
                     assert division is not None
                     self._show(planned, division, values, metrics)
@@ -209,13 +209,19 @@ class ClusterEngine(ClusterState):
     def _predict(self, division: Division) -> list[Any]:
         with evaluating(self._task.network):
             planned = self._leading.given(Mode.PREDICT, division, self._step)
-            ((_, values),) = self._run(planned, division, self._job.ranks, None)
+            ((_, values),) = self._timed(planned, division, self._job.ranks, None)
         pairs = zip(evaluated(division), values, strict=True)
         return [_outputs(planned, batch.arguments, of_batch) for batch, of_batch in pairs]
 
     def _outlook(self, mode: Mode, signature: Signature) -> Outlook:
         with as_in(mode, self._task.network):
             return outlook(self.planner, mode, signature)
+
+    def _timed(self, planned: PlannedStep, *batch: Any) -> Iterator[tuple[StepPhase, list[Values]]]:
+        meter, phases = self._job.meter, self._run(planned, *batch)
+        if meter is None:
+            return phases
+        return meter.timed(planned.first.plan.placed.graph.mode.value, phases)
 
     def _run(
         self,
@@ -232,18 +238,6 @@ class ClusterEngine(ClusterState):
             holders: The workers that have it.
             meanwhile: What to do while the step waits for its first value.
         """
-        meter, phases = self._job.meter, self._run_phases(planned, division, holders, meanwhile)
-        if meter is None:
-            return phases
-        return meter.timed(planned.first.plan.placed.graph.mode.value, phases)
-
-    def _run_phases(
-        self,
-        planned: PlannedStep,
-        division: Division | None,
-        holders: Collection[int],
-        meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         if self._job.num_workers == 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,65 +37,55 @@ from graphsplit.torch_ext.replaced import ASKING_FOR_VALUES, DRAW_SOBOL, replace
 def kept_whole_unasked(recorder: OpaqueRecorder) -> Iterator[None]:
     """Record transforms and scripted functions as one node each."""
     with ExitStack() as stack:
-        for module, name, label in TRANSFORMS:
-            stack.enter_context(_recorded(recorder, importlib.import_module(module), name, label))
-        for owner, name in ASKING_FOR_VALUES:
-            label = f"torch.{name}"
-            stack.enter_context(_recorded(recorder, owner, name, label, is_random=False))
-        stack.enter_context(_sobol_recorded(recorder))
-        stack.enter_context(_vjp_refused(recorder))
+        for path, name, label in TRANSFORMS:
+            patch = importlib.import_module(path), name
+            stack.enter_context(recorder.instead(patch, _recorded(recorder, label)))
+        for patch in ASKING_FOR_VALUES:
+            call = _recorded(recorder, f"torch.{patch[1]}", is_random=False)
+            stack.enter_context(recorder.instead(patch, call))
+        stack.enter_context(recorder.instead(DRAW_SOBOL, partial(_draw_sobol, recorder)))
+        stack.enter_context(recorder.instead((eager_transforms(), VJP), _refuse_vjp))
         stack.enter_context(_scripted_recorded(recorder))
         yield
 
 
 def _recorded(
-    recorder: OpaqueRecorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
-) -> Any:
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_recording:
-            return original(*args, **kwargs)
+    recorder: OpaqueRecorder, label: str, *, is_random: bool | None = None
+) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return recorder.record(OpaqueCode(original, label, is_random=is_random), args, kwargs)
 
-    return replaced(owner, name, call)
+    return call
 
 
-def _sobol_recorded(recorder: OpaqueRecorder) -> Any:
-    original = getattr(*DRAW_SOBOL)
+def _draw_sobol(
+    recorder: OpaqueRecorder,
+    original: Callable[..., Any],
+    engine: Any,
+    n: int = 1,
+    out: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    def like(engine: Any, n: int = 1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(n, engine.dimension, dtype=dtype)
 
-    def like(self: Any, n: int = 1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(n, self.dimension, dtype=dtype)
-
-    def draw(self: Any, n: int = 1, out: Any = None, dtype: torch.dtype | None = None) -> Any:
-        is_made_here = isinstance(self.quasi, FakeTensor)  # each step makes one of its own
-        if not recorder.is_recording or is_made_here:
-            return original(self, n, out, dtype)
-        if out is not None:
-            raise CaptureError(
-                f"SobolEngine.draw(out=) cannot be captured: it writes beside the graph\n"
-                f"  {users_line_now()}\n  Fix: leave out= away, and use what draw returns."
-            )
-        whole = OpaqueCode(original, "SobolEngine.draw", outputs=like, is_random=False)
-        return recorder.record(whole, (self, n), {"dtype": dtype})
-
-    return replaced(*DRAW_SOBOL, draw)
-
-
-def _vjp_refused(recorder: OpaqueRecorder) -> Any:
-    owner = eager_transforms()
-    original = getattr(owner, VJP)
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_recording:
-            return original(*args, **kwargs)
+    if isinstance(engine.quasi, FakeTensor):  # each step makes one of its own
+        return original(engine, n, out, dtype)
+    if out is not None:
         raise CaptureError(
-            f"torch.func.vjp or jacrev cannot be captured: it returns a function that remembers "
-            f"what was computed\n  {users_line_now()}\n"
-            f"  Fix: keep the function around it whole, with gs.opaque."
+            f"SobolEngine.draw(out=) cannot be captured: it writes beside the graph\n"
+            f"  {users_line_now()}\n  Fix: leave out= away, and use what draw returns."
         )
+    whole = OpaqueCode(original, "SobolEngine.draw", outputs=like, is_random=False)
+    return recorder.record(whole, (engine, n), {"dtype": dtype})
 
-    return replaced(owner, VJP, refuse)
+
+def _refuse_vjp(original: Any, *args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        f"torch.func.vjp or jacrev cannot be captured: it returns a function that remembers "
+        f"what was computed\n  {users_line_now()}\n"
+        f"  Fix: keep the function around it whole, with gs.opaque."
+    )
 
 
 @contextmanager

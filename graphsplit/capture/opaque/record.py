@@ -7,7 +7,7 @@ are the node's outputs; what it was seen to do are the node's traits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.replaced import Patch, replaced
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -175,6 +176,17 @@ class OpaqueRecorder:
             return
         made = outputs[0] if len(outputs) == 1 else tuple(outputs)
         track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+
+    def instead(self, patch: Patch, call: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Let a function of torch be ``call(original, *args, **kwargs)`` where all is recorded."""
+        original = getattr(*patch)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_recording:
+                return original(*args, **kwargs)
+            return call(original, *args, **kwargs)
+
+        return replaced(*patch, called)
 
     @contextmanager
     def not_recording(self) -> Iterator[None]:

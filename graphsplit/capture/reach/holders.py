@@ -26,6 +26,8 @@ class Holder:
         is_generator: Whether it is a generator of random numbers.
         is_tensor: Whether it is a tensor.
         decides: Whether what it holds may decide over values: no cache, and not the name of code.
+        held: Gives its present contents, for ``hold``.
+        hold: Lets it hold what it held once.
 
     Args:
         thing: What holds it, or a key for it.
@@ -49,21 +51,17 @@ class Holder:
         self.is_tensor = isinstance(thing, torch.Tensor)
         self.decides = decides
         self._thing = thing  # held, so that nothing else gets its number
-        self._read = read
-        self._write = write
+        self.held = read
+        self.hold = write
         self._noted = read()
 
     def has_changed(self) -> bool:
         """Whether it holds something else now."""
-        return not _is_same(self._noted, self._read())
+        return not _is_same(self._noted, self.held())
 
     def note(self) -> None:
         """Note what it holds now."""
-        self._noted = self._read()
-
-    def held(self) -> Any:
-        """Its present contents, for ``hold``."""
-        return self._read()
+        self._noted = self.held()
 
     @property
     def is_value(self) -> bool:
@@ -72,7 +70,7 @@ class Holder:
 
     def entries(self) -> dict[Any, Any]:
         """Its present contents by their keys; what has none of its own is under ""."""
-        held = self._read()
+        held = self.held()
         if isinstance(held, dict):
             return held
         if isinstance(held, tuple):  # of a cell or a global
@@ -86,17 +84,13 @@ class Holder:
 
     def hold_entries(self, entries: dict[Any, Any]) -> None:
         """Let it hold what ``entries`` gave, with changes."""
-        held = self._read()
+        held = self.held()
         if isinstance(held, tuple):
-            self._write((entries[""], *held[1:]))
+            self.hold((entries[""], *held[1:]))
         elif isinstance(held, ByValue):
-            self._write(ByValue(held.content, entries[""]))
+            self.hold(ByValue(held.content, entries[""]))
         else:
-            self._write(entries if isinstance(held, dict) else entries[""])
-
-    def hold(self, state: Any) -> None:
-        """Let it hold what it held once."""
-        self._write(state)
+            self.hold(entries if isinstance(held, dict) else entries[""])
 
     def forget(self) -> None:
         """Let go of what was noted."""
@@ -104,7 +98,7 @@ class Holder:
 
     def put_back(self) -> None:
         """Let it hold what was noted."""
-        self._write(self._noted)
+        self.hold(self._noted)
 
 
 @dataclass(frozen=True)

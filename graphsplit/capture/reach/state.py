@@ -80,24 +80,26 @@ class Reached:
         self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
     ) -> Iterator[None]:
         """Run code that some values lead to, and put back what it changes; see ``look``."""
-        found = self.look(roots, backward, apart)
+        with self._restored(self.look(roots, backward, apart)):
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Run the code once more on fake tensors, and put back what it changes."""
+        holders = tuple(self.holders.values())
+        with disable_current_modes():
+            for holder in holders:
+                holder.note()
+        with self._restored(holders):
+            yield
+
+    @contextmanager
+    def _restored(self, found: Iterable[Holder]) -> Iterator[None]:
         try:
             yield
         finally:
             with disable_current_modes():
                 self._put_back(found)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Run the code once more on fake tensors, and put back what it changes."""
-        with disable_current_modes():
-            for holder in self.holders.values():
-                holder.note()
-        try:
-            yield
-        finally:
-            with disable_current_modes():
-                self._put_back(tuple(self.holders.values()))
 
     def _put_back(self, found: Iterable[Holder]) -> None:
         for holder in found:
