@@ -15,7 +15,7 @@ itself, the copy goes into a tensor of that form, which is put in the buffer's p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,39 +40,33 @@ from graphsplit.torch_ext.attributes import (
 
 
 @dataclass(frozen=True)
-class _Assigned:
-    """A buffer to which a new tensor was assigned.
+class Assigned:
+    """A buffer to which forward has assigned something else.
 
     Attributes:
         module: Whose buffer it is.
         name: Its name there.
-        original: The buffer; None or ``MISSING`` where there was none.
-        line: The user's line.
-        is_saved: Whether it belonged to the state dictionary.
-    """
-
-    module: nn.Module
-    name: str
-    original: Any
-    line: str
-    is_saved: bool = True
-
-
-@dataclass(frozen=True)
-class Reform:
-    """A buffer that has another form after forward.
-
-    Attributes:
-        module: Whose buffer it is.
-        name: Its name there.
+        old: What was there before.
         new: What forward leaves there.
         line: The user's line.
     """
 
     module: nn.Module
     name: str
+    old: BufferForm
     new: BufferForm
     line: str
+
+    @property
+    def is_reform(self) -> bool:
+        """Whether it has another form now."""
+        is_saved_alike = self.new.is_saved == self.old.is_saved
+        return not is_saved_alike or _look(self.new.tensor) != _look(self.old.tensor)
+
+    @property
+    def change(self) -> str:
+        """The change of its form, for people."""
+        return f"{_look(self.old.tensor)} by {_look(self.new.tensor)}"
 
     @property
     def is_tensor(self) -> bool:
@@ -97,7 +91,7 @@ class AssignedBuffers:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._lines: dict[tuple[int, str], str] = {}
-        self._finals: list[tuple[_Assigned, Any]] = []
+        self._finals: list[tuple[Assigned, Any]] = []  # each with what it is copied into
 
     def __enter__(self) -> AssignedBuffers:
         self._before = {
@@ -119,7 +113,7 @@ class AssignedBuffers:
                     _let_hold(buffers_of(module), buffers)
                     vars(module)[NOT_SAVED] = not_saved
 
-    def _changes_of(self, module: nn.Module) -> Iterator[_Assigned]:
+    def _changes_of(self, module: nn.Module) -> Iterator[Assigned]:
         """The entries of a module's table that are not as they were."""
         buffers, not_saved = self._before[module]
         for name in {**buffers, **buffers_of(module)}:
@@ -127,26 +121,23 @@ class AssignedBuffers:
             now = form_in(vars(module), name, MISSING)
             if now.tensor is not was.tensor or now.is_saved != was.is_saved:
                 line = self._lines.get((id(module), name), "")
-                yield _Assigned(module, name, was.tensor, line, was.is_saved)
+                yield Assigned(module, name, was, now, line)
 
-    def _assigned(self) -> list[_Assigned]:
+    def _assigned(self) -> list[Assigned]:
         return [one for module in self._before for one in self._changes_of(module)]
 
     def _note_finals(self) -> None:
-        finals: list[tuple[_Assigned, Any]] = []
-        reforms = {(id(one.module), one.name): one for one in self.reforms()}
-        for found in self._assigned():
-            one = reforms.get((id(found.module), found.name))
-            value = buffers_of(found.module).get(found.name)
-            if one is None:
-                finals.append((found, value))
+        finals: list[tuple[Assigned, Any]] = []
+        self.reforms()  # refuses some
+        for one in self._assigned():
+            if not one.is_reform:
+                finals.append((one, one.old.tensor))
             elif one.is_tensor:
-                waiting = buffers_of(found.module)[one.waiting]
-                finals.append((replace(found, original=waiting), value))
+                finals.append((one, buffers_of(one.module)[one.waiting]))
         self._check_apart(finals)
         self._finals = [*finals, *self._finals]
 
-    def _check_apart(self, finals: Sequence[tuple[_Assigned, Any]]) -> None:
+    def _check_apart(self, finals: Sequence[tuple[Assigned, Any]]) -> None:
         """Refuse to copy what would be one memory in eager mode: a change of one changes both."""
         others = [
             (f"{path}.{name}" if path else name, module, name, tensor)
@@ -156,9 +147,10 @@ class AssignedBuffers:
             for name, tensor in table.items()
             if tensor is not None and tensor.layout is torch.strided
         ]
-        for found, value in finals:
+        for found, _ in finals:
             for label, module, name, other in others:
-                if (module, name) != (found.module, found.name) and _overlap(value, other):
+                is_itself = (module, name) == (found.module, found.name)
+                if not is_itself and _overlap(found.new.tensor, other):
                     raise CaptureError(
                         f"{type(found.module).__name__} puts into its buffer {found.name!r} the "
                         f"memory of {label.removeprefix('network.')}: each would change with the "
@@ -179,32 +171,24 @@ class AssignedBuffers:
 
     def assign(self, module: nn.Module, name: str, value: torch.Tensor, line: str) -> None:
         """Have a tensor copied into a buffer at the end, as if it had been assigned to it."""
-        original = buffers_of(module)[name]
-        assert original is not None
-        self._finals.append((_Assigned(module, name, original, line), value))
+        target = buffers_of(module)[name]
+        assert target is not None
+        old, new = BufferForm(target, True), BufferForm(value, True)
+        self._finals.append((Assigned(module, name, old, new, line), target))
 
     def assigned(self) -> list[tuple[nn.Module, str]]:
         """The buffers to which another tensor of their form was assigned, by module and name."""
-        reforms = {(id(one.module), one.name) for one in self.reforms()}
-        return [
-            (found.module, found.name)
-            for found in self._assigned()
-            if (id(found.module), found.name) not in reforms
-        ]
+        return [(one.module, one.name) for one in self._assigned() if not one.is_reform]
 
-    def reforms(self) -> list[Reform]:
+    def reforms(self) -> list[Assigned]:
         """The buffers that have another form by now.
 
         Raises:
             CaptureError: One has a form that no later step could go on from.
         """
-        found = []
-        for one in self._assigned():
-            new = form_in(vars(one.module), one.name, MISSING)
-            if new.is_saved == one.is_saved and _look(new.tensor) == _look(one.original):
-                continue
-            _check_form(one, new.tensor)
-            found.append(Reform(one.module, one.name, new, one.line))
+        found = [one for one in self._assigned() if one.is_reform]
+        for one in found:
+            _check_form(one)
         return found
 
     def copy_in(self, outputs: list[Any]) -> list[Any]:
@@ -219,22 +203,22 @@ class AssignedBuffers:
         Raises:
             CaptureError: The new tensor does not fit into the buffer.
         """
-        memories = {_memory(found.original) for found, _ in self._finals}
+        memories = {_memory(target) for _, target in self._finals}
         outputs = [value.clone() if _memory(value) in memories else value for value in outputs]
-        copies: list[tuple[_Assigned, torch.Tensor, bool]] = []
-        for found, value in self._finals:
-            original = found.original
-            if value is original:
+        copies: list[tuple[torch.Tensor, torch.Tensor, bool, str]] = []
+        for found, target in self._finals:
+            value = found.new.tensor
+            if value is target:
                 continue
-            if not isinstance(value, torch.Tensor) or _look(value) != _look(original):
-                change = f"{_look(original)} by {_look(value)}"
+            if not isinstance(value, torch.Tensor) or _look(value) != _look(target):
+                change = f"{_look(target)} by {_look(value)}"
                 raise _refusal(found.module, found.name, change, found.line)
             shares = _memory(value) in memories  # two buffers that change places
             final = value.detach().clone() if shares else value.detach()
-            copies.append((found, final, value.requires_grad))
-        for found, value, has_gradient in copies:
-            with noted_as_assignment(found.line, has_gradient=has_gradient):
-                found.original.copy_(value)
+            copies.append((target, final, value.requires_grad, found.line))
+        for target, value, has_gradient, line in copies:
+            with noted_as_assignment(line, has_gradient=has_gradient):
+                target.copy_(value)
         return outputs
 
 
@@ -271,9 +255,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1 if tensor.numel() else 0)
 
 
-def _check_form(found: _Assigned, new: Any) -> None:
+def _check_form(found: Assigned) -> None:
     """Refuse what a later step could not go on from."""
-    change = f"{_look(found.original)} by {_look(new)}"
+    new = found.new.tensor
     if not isinstance(new, torch.Tensor):
         return
     sizes: list[tuple[Any, Any]] = []
@@ -282,7 +266,7 @@ def _check_form(found: _Assigned, new: Any) -> None:
     if new.layout is not torch.strided or any(
         isinstance(size, torch.SymInt) or (size > 1 and stride == 0) for size, stride in sizes
     ):
-        raise _refusal(found.module, found.name, change, found.line)
+        raise _refusal(found.module, found.name, found.change, found.line)
     if new.requires_grad:
         raise CaptureError(
             f"forward assigns a tensor with a gradient to the buffer {found.name!r}, in another "

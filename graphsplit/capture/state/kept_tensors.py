@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.state.assigned_buffers import AssignedBuffers, Reform
+from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
@@ -76,7 +76,7 @@ class KeepsTensorsError(CaptureError):
         wanted: Mapping[str, _Wanted],
         places: Iterable[Place] = (),
         shared: Iterable[tuple[nn.Module, str]] = (),
-        forms: Iterable[Reform] = (),
+        forms: Iterable[Assigned] = (),
     ) -> None:
         super().__init__("tensors are kept in Python")
         self.wanted = wanted
@@ -161,7 +161,7 @@ class KeptTensors:
         self._held = {id(t) for t in (*self._state.values(), *self._stand_ins.values())}
         self._before: list[tuple[Place, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands for state
-        self._reforms: list[Reform] = []
+        self._reforms: list[Assigned] = []
 
     def bring_in(self) -> None:
         """Put what stands for parameters and buffers into the places that hold them."""
@@ -218,14 +218,12 @@ class KeptTensors:
             raise KeepsTensorsError(wanted, unknown, shared, forms)
         self._reforms = reforms
         buffers = buffers_of(self._network)
-        for item in left:
-            name = names.get(id(item.value))
-            if name is not None and item.value is not buffers[name]:
-                assigned.assign(self._network, name, item.value, item.place.source)
         final: dict[int, Any] = {}
         for item in left:
             name = names.get(id(item.value))
             if name is not None:
+                if item.value is not buffers[name]:
+                    assigned.assign(self._network, name, item.value, item.place.source)
                 final[id(item.value)] = self._stand_in(f"{self._prefix}{name}")
             elif id(item.value) in not_kept:
                 why = not_kept[id(item.value)]

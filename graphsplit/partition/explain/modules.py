@@ -141,15 +141,16 @@ def _row(
         "own" if is_own else "",
         _list(sorted({plan.placed.workers[p] for p in positions})),
         str(elements),
-        str(_size(parameters)),
+        str(size_of(parameters)),
         str(len(operations) // num_lanes),
-        str(_size(operations) // num_lanes),
+        str(size_of(operations) // num_lanes),
         _why(plan, path, positions) if has_why else "",
     )
     return Row(path, cells, frozenset({6}))
 
 
-def _size(nodes: Iterable[Node]) -> int:
+def size_of(nodes: Iterable[Node]) -> int:
+    """Bytes of some nodes' values."""
     return sum(node.meta.size_bytes for node in nodes if node.meta is not None)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Literal
 
-from graphsplit.capture.graph import Node, NodeKind
+from graphsplit.capture.graph import NodeKind
 from graphsplit.guards.check import Watched
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, Frozen, shown
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain.folding import Row, align, fold_repetitions
-from graphsplit.partition.explain.modules import module_lines, unplaced_lines
+from graphsplit.partition.explain.modules import module_lines, size_of, unplaced_lines
 from graphsplit.partition.explain.operations import crossing_lines, operation_lines, state_lines
 from graphsplit.partition.explain.traffic import (
     borrowed_lines,
@@ -150,11 +150,6 @@ def _totals_of(plan: PartitionPlan, worker: int, optimizer_copies: float) -> tup
         human_bytes(sum(e.meta.size_bytes for e in plan.edges if e.destination == worker)),
         human_bytes(sum(e.meta.size_bytes for e in plan.edges if e.source == worker)),
     )
-
-
-def size_of(nodes: Iterable[Node]) -> int:
-    """Bytes of some nodes' values."""
-    return sum(node.meta.size_bytes for node in nodes if node.meta is not None)
 
 
 def _longest_chain(plan: PartitionPlan) -> list[str]:
