@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 from collected import leave_out_what_is_there
+from simulated.captures import keeps_tensors, plain_attributes
 from simulated.memory import MemoryFabric, MemoryTransport
 from simulated.simulate import moved_to
 
 import graphsplit as gs
-from graphsplit.capture.state.attributes import plain_attributes
-from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError

@@ -230,19 +230,6 @@ class Guards:
             return self._switches[_SWITCHES.index(label)]
         return next((value for name, value in named if name == label), MISSING)
 
-    def moved(self, move: Callable[[Place], Place]) -> Guards:
-        """The same guards for other places, whose modules are copies of the ones here."""
-        watched = [
-            replace(w, place=place, value=freeze(place.read()) if w.is_structure else w.value)
-            for w, place in ((w, move(w.place)) for w in self.watched)
-        ]
-        return Guards(
-            watched,
-            tensors=[tensor for tensor, *_ in self._versions],
-            lifted=tuple(map(move, self.lifted)),
-            with_switches=self._switches is not None,
-        )
-
     def settle(self) -> None:
         """Take the tables of modules as they are now: planning itself has moved tensors."""
         self.watched = tuple(

@@ -25,8 +25,6 @@ from torch import nn
 
 from graphsplit.batches.batch import Arguments, Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.state.attributes import plain_attributes
-from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.checkpoint.forms import kept_forms
 from graphsplit.cluster.member.identity import ReportedPosition
@@ -53,6 +51,7 @@ from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.metrics import Metric
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.wait import Wait, WaitPolicy
+from simulated.captures import keeps_tensors, plain_attributes, state_of_copy
 from simulated.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
@@ -96,7 +95,7 @@ def moved_to(graph: CapturedGraph, task: Task) -> CapturedGraph:
     if isinstance(task.loss_fn, nn.Module):
         root.loss_fn = task.loss_fn
     make_buffers(dict(root.named_children()), graph.buffers)
-    return dataclasses.replace(graph, state=graph.state.for_copy(root))
+    return dataclasses.replace(graph, state=state_of_copy(graph.state, root))
 
 
 class SimulationError(GraphsplitError, RuntimeError):

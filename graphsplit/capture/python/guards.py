@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from graphsplit.guards.visitor import Noted
 from graphsplit.marks.ignored import is_ignored
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
-    BUFFERS,
     FORWARD_HOOKS,
     TABLES,
     parameters_of,
@@ -59,27 +58,6 @@ class PythonState:
     guards: Guards
     changes: tuple[Change, ...] = ()
     lifted: Lifted = field(default_factory=Lifted)
-
-    def for_copy(self, root: nn.Module) -> PythonState:
-        """The same of another copy of what was captured.
-
-        Args:
-            root: Holds network and loss under the names that they had.
-        """
-        places = self.lifted.places
-        guards = self.guards.moved(lambda place: _in_copy(place, root))
-        lifted = replace(self.lifted, places=tuple(_in_copy(place, root) for place in places))
-        changes = tuple(replace(c, place=_in_copy(c.place, root)) for c in self.changes)
-        return PythonState(guards, changes, lifted)
-
-
-def _in_copy(place: Place, root: nn.Module) -> Place:
-    if place.module is None:
-        return place
-    held = vars(root.get_submodule(place.module))
-    if place.kind is PlaceKind.NUMBER:
-        let_steer((held[BUFFERS][place.key],))
-    return replace(place, holder=held)
 
 
 NO_STATE = PythonState(Guards(()))

@@ -87,17 +87,6 @@ class Attributes:
         ]
 
 
-def plain_attributes(root: nn.Module) -> str:
-    """All plain attributes of a network, as text."""
-    found = (
-        (path, name, value)
-        for path, module in root.named_modules()
-        for name, value in list(vars(module).items())
-        if is_of_user(name) and _is_plain(value)
-    )
-    return repr(list(found))
-
-
 def _is_plain(value: Any) -> bool:
     if value is MISSING or isinstance(value, _PLAIN):
         return True

@@ -418,15 +418,6 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
     return {_name_of(label, leaf): _Wanted(leaf, place, label, leaf, is_itself=True)}
 
 
-def keeps_tensors(changes: Iterable[Change]) -> bool:
-    """Whether something among what a step leaves belongs to one network's buffers."""
-    return any(
-        one.place.kind is PlaceKind.BUFFER
-        or any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue))
-        for one in changes
-    )
-
-
 def _instead(old: Any, new: Any, leaf: Any) -> Any:
     return new if leaf is old else leaf
 

@@ -1,0 +1,69 @@
+"""A captured graph for another copy of the network: simulated workers share what was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from graphsplit.capture.python.guards import PythonState
+from graphsplit.capture.state.attributes import is_of_user
+from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.guards.changes import Change
+from graphsplit.guards.check import Guards
+from graphsplit.guards.places import Place, PlaceKind
+from graphsplit.guards.values import any_leaf, freeze, is_plain
+from graphsplit.torch_ext.attributes import BUFFERS
+from graphsplit.torch_ext.steering import let_steer
+
+
+def plain_attributes(root: nn.Module) -> str:
+    """All plain attributes of a network, as text."""
+    found = (
+        (path, name, value)
+        for path, module in root.named_modules()
+        for name, value in list(vars(module).items())
+        if is_of_user(name) and is_plain(freeze(value))
+    )
+    return repr(list(found))
+
+
+def keeps_tensors(changes: Iterable[Change]) -> bool:
+    """Whether something among what a step leaves belongs to one network's buffers."""
+    return any(
+        one.place.kind is PlaceKind.BUFFER
+        or any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue))
+        for one in changes
+    )
+
+
+def state_of_copy(state: PythonState, root: nn.Module) -> PythonState:
+    """The Python values around a captured step, for another copy of what was captured.
+
+    Args:
+        state: Those of the captured one.
+        root: Holds network and loss under the names that they had.
+    """
+    guards, places = state.guards, [_in_copy(place, root) for place in state.lifted.places]
+    watched = [
+        replace(w, place=place, value=freeze(place.read()) if w.is_structure else w.value)
+        for w, place in ((w, _in_copy(w.place, root)) for w in guards.watched)
+    ]
+    moved = Guards(
+        watched,
+        tensors=[tensor for tensor, *_ in guards._versions],
+        lifted=[_in_copy(place, root) for place in guards.lifted],
+        with_switches=guards._switches is not None,
+    )
+    changes = tuple(replace(c, place=_in_copy(c.place, root)) for c in state.changes)
+    return PythonState(moved, changes, replace(state.lifted, places=tuple(places)))
+
+
+def _in_copy(place: Place, root: nn.Module) -> Place:
+    if place.module is None:
+        return place
+    held = vars(root.get_submodule(place.module))
+    if place.kind is PlaceKind.NUMBER:
+        let_steer((held[BUFFERS][place.key],))
+    return replace(place, holder=held)
