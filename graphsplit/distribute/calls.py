@@ -17,7 +17,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.shared_inputs import share_written
+from graphsplit.feeding.left_by_steps import share_written
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.task import named_state
 from graphsplit.runtime.step_state import StepState

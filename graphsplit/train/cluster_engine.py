@@ -21,9 +21,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.feeding.groups import Groups, evaluated, refuse_change
 from graphsplit.feeding.leading import Leading
-from graphsplit.feeding.left_by_calls import note_left, share_left
-from graphsplit.feeding.resized_buffers import share_sizes
-from graphsplit.feeding.shared_inputs import share_written
+from graphsplit.feeding.left_by_steps import note_left, share_left, share_sizes, share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import as_in, evaluating
 from graphsplit.planning.planner import Planner

@@ -1,0 +1,140 @@
+"""What a step leaves on one worker: all get it that would have it in one process.
+
+* Python values that calls kept whole leave. A counter in a loss that asks for values, the best loss
+  so far, a list of losses: the script finds them after the step, and so does code of another mode.
+* Inputs that forward or the loss writes to. In one process there is one batch, and what was written
+  stays in it: for the metrics, for the next epoch over the same tensors, for the script.
+* Buffers to which an operation gives another size. A quantisation-aware layer starts with one
+  scale, and has one for each channel after its first run; a graph that another worker records later
+  is to show the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphsplit.capture.graph import Node, NodeKind
+from graphsplit.capture.reach.holders import Holder
+from graphsplit.guards.values import MISSING, freeze, put_into, same
+from graphsplit.job.control import ControlChannels
+from graphsplit.job.group import WorkerGroup
+from graphsplit.optimizers.ownership import is_elsewhere, resize
+from graphsplit.partition.checks.one_state import opaque_calls
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.python_values import can_be_written
+from graphsplit.planning.ready_plan import ReadyPlan
+from graphsplit.tensor_meta import plain_meta
+
+
+def note_left(planned: ReadyPlan, rank: int) -> list[dict[Any, Any]]:
+    """The values that the calls of one worker may change, as they are before a step."""
+    return [freeze(holder.entries()) for holder in planned.left_by_calls.get(rank, ())]
+
+
+def share_left(group: WorkerGroup, planned: ReadyPlan, before: Sequence[Any]) -> None:
+    """Give all workers what calls have changed. All call it, after the step.
+
+    Args:
+        group: All workers.
+        planned: What has run.
+        before: What ``note_left`` gave on this worker.
+    """
+    for rank, holders in sorted(planned.left_by_calls.items()):
+        news = None
+        if rank == group.rank:
+            news = [list(_news(*pair)) for pair in zip(holders, before, strict=True)]
+        what = "what code kept whole has left in Python"
+        told = group.share_value(news, source=rank, what=what)
+        if rank != group.rank:
+            for holder, changed in zip(holders, told, strict=True):
+                _take(holder, changed)
+
+
+def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
+    """Entries that are new, each with its key, and keys of those that are gone."""
+    old, now = dict(zip(before.keys, before.items, strict=True)), holder.entries()
+    for key, value in now.items():
+        is_new = key not in old or not same(old[key], value)
+        if is_new and can_be_written(key) and can_be_written(value):
+            yield [key, value]
+    for key in old.keys() - now.keys():
+        if can_be_written(key):
+            yield [key]
+
+
+def _take(holder: Holder, news: Sequence[Sequence[Any]]) -> None:
+    if not news:
+        return
+    entries = holder.entries()
+    for key, *value in news:
+        if value:
+            entries[key] = put_into(freeze(value[0]), entries.get(key, MISSING))
+        else:
+            entries.pop(key, None)
+    holder.hold_entries(entries)
+
+
+def share_written(
+    control: ControlChannels, planned: ReadyPlan, inputs: Sequence[Any], holders: Collection[int]
+) -> None:
+    """Give what was written to all workers that hold the batch. All of these call it.
+
+    Args:
+        control: The channels of the job.
+        planned: What has run.
+        inputs: This worker's flattened inputs of one microbatch.
+        holders: The workers that hold the batch.
+    """
+    for index, ranks in planned.written_inputs:
+        tensor, source = inputs[index], ranks[0]
+        waiting = sorted(set(holders).difference(ranks))
+        if control.rank == source:
+            control.send(tensor, to=waiting)
+        elif control.rank in waiting:
+            with torch.no_grad():
+                tensor.copy_(control.receive_tensor(plain_meta(tensor), source=source))
+
+
+_RESIZING = "fused_moving_avg_obs"
+
+
+def share_sizes(
+    control: ControlChannels, plan: PartitionPlan, tensors: Mapping[str, torch.Tensor]
+) -> bool:
+    """Take the sizes of buffers from their owners. All workers call it, after a plan's first run.
+
+    Args:
+        control: The channels of the job.
+        plan: What has run.
+        tensors: Parameters and buffers by name.
+
+    Returns:
+        Whether one has another size than in the plan; the same on all workers.
+    """
+    has_changed = False
+    for node, owner in _resizable(plan):
+        tensor = tensors.get(node.target)
+        if tensor is None:  # a buffer that has another form by now
+            continue
+        mine, what = list(tensor.shape), f"the size of {node.target}"
+        shape = control.share_value(mine, source=owner, what=what)
+        if shape != list(tensor.shape) and is_elsewhere(tensor):
+            resize(tensor, shape)
+        has_changed |= node.meta is not None and shape != list(node.meta.shape)
+    return has_changed
+
+
+def _resizable(plan: PartitionPlan) -> Iterator[tuple[Node, int]]:
+    """Buffers that an operation may resize, each with its owner."""
+    graph, workers = plan.placed.graph, plan.placed.workers
+    whole = {position for position, call in opaque_calls(plan) if call.traits.written}
+    found: dict[str, tuple[Node, int]] = {}
+    for position, node in enumerate(graph.nodes):
+        if position in whole or _RESIZING in node.target:
+            for read in node.reads:
+                if graph.nodes[read].kind is NodeKind.BUFFER:
+                    found[graph.nodes[read].target] = graph.nodes[read], workers[read]
+    yield from found.values()
