@@ -16,7 +16,6 @@ import torch
 
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import InvariantError, PlacementError
-from graphsplit.partition.drawing import drawing_node
 from graphsplit.partition.gradient_sums import (
     Contribution,
     GradientOrder,
@@ -25,7 +24,7 @@ from graphsplit.partition.gradient_sums import (
     rounded_by,
 )
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SegmentIO, SumTerm
-from graphsplit.partition.segments import LevelRule, Segmentation, cut_into_segments
+from graphsplit.partition.segments import LevelRule, Segmentation, cut_into_segments, drawing_node
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 from graphsplit.tensor_meta import TensorMeta
 

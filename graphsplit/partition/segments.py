@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from graphsplit.capture.graph import Node, NodeKind
+from graphsplit.capture.graph import CapturedGraph, Node, NodeKind
+from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 
 
@@ -187,3 +188,26 @@ def _sink_sources(
 
 def _producer(nodes: Sequence[Node], element: Node) -> int:
     return next(operand for operand in element.reads if nodes[operand].meta is None)
+
+
+def drawing_node(graph: CapturedGraph, segmentation: Segmentation) -> int | None:
+    """The last operation of the one segment that draws for Python and NumPy; None if there is none.
+
+    PyTorch's generator starts anew for each microbatch. Theirs run on through them, as in the plain
+    loop that accumulates gradients: so one segment draws, microbatch after microbatch, and tells
+    the others its state.
+
+    Args:
+        graph: The graph.
+        segmentation: Its segments.
+    """
+    able = [p for p, node in enumerate(graph.nodes) if node.draws_from_process]
+    seen = [p for p in able if _was_seen(graph, p)]
+    found = seen or able
+    is_one = len({segmentation.segment_of[p] for p in found}) == 1
+    return found[-1] if is_one else None
+
+
+def _was_seen(graph: CapturedGraph, position: int) -> bool:
+    call = graph.fx_nodes[graph.nodes[position].name].target
+    return isinstance(call, OpaqueCall) and call.reached.drew_from_process()

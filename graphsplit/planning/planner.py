@@ -26,10 +26,9 @@ from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.placement.present import modules_among
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.planning.compared.announced import Note, PythonStep, compare
+from graphsplit.planning.compared.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.moved import settle_moved
-from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.compared.writes import Writes, written_apart
 from graphsplit.planning.homes import check_homes, free_others, own_all, state_here
 from graphsplit.planning.modes import as_in, refuse_around

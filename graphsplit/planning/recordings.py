@@ -34,7 +34,7 @@ from graphsplit.guards.check import Failure, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, same, shown
 from graphsplit.optimizers.optimizer import are_same
-from graphsplit.planning.compared.swaps import Swaps
+from graphsplit.planning.compared.announced import Swaps
 from graphsplit.planning.task import Task
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 

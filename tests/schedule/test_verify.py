@@ -19,8 +19,7 @@ from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
-from graphsplit.program.proof import verify_programs
-from graphsplit.program.wait_grid import draw_circle
+from graphsplit.program.proof import draw_circle, verify_programs
 from graphsplit.schedule.named import gpipe
 
 

@@ -14,6 +14,7 @@ import torch
 # The generators of the whole process: what everybody draws from who has none of their own.
 PYTHONS: Any = random._inst
 NUMPYS: Any = np.random.mtrand._rand
+OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 
 

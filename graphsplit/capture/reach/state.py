@@ -13,11 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.torch_ext.private import disable_current_modes
-
-_OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 
 
 class Reached:
@@ -65,11 +63,11 @@ class Reached:
 
     def may_draw_from_process(self) -> bool:
         """Whether it can reach Python's or NumPy's generator of the whole process."""
-        return not _OF_THE_PROCESS.isdisjoint(self.holders)
+        return not OF_THE_PROCESS.isdisjoint(self.holders)
 
     def drew_from_process(self) -> bool:
         """Whether it was seen to draw from one of these."""
-        return not _OF_THE_PROCESS.isdisjoint(self.changed)
+        return not OF_THE_PROCESS.isdisjoint(self.changed)
 
     def has_changed_python(self) -> bool:
         """Whether something other than the values of tensors was seen to change."""

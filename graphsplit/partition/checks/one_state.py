@@ -13,10 +13,9 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from graphsplit.capture.operations.opaque_call import ONE_STATE, OpaqueCall
-from graphsplit.capture.reach.holders import Holder
+from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import PlacementError
-from graphsplit.partition.drawing import OF_THE_PROCESS
 from graphsplit.partition.plan import PartitionPlan
 
 
