@@ -92,7 +92,7 @@ def check_checkpoints(graph_module: GraphModule, parameters: Mapping[str, str]) 
     """
     users: dict[str, dict[Any, Node]] = {}
     for node in graph_module.graph.nodes:
-        region = _region(node)
+        region = (node.meta.get("custom") or {}).get(CHECKPOINT_KEY)
         if region is not None and region[2] and is_random(node):
             raise _refusal(
                 node,
@@ -113,10 +113,6 @@ def check_checkpoints(graph_module: GraphModule, parameters: Mapping[str, str]) 
                 f"other code uses it too; their gradients would be added in another order",
                 "pass use_reentrant=False to torch.utils.checkpoint",
             )
-
-
-def _region(node: Node) -> tuple[int, bool, bool] | None:
-    return (node.meta.get("custom") or {}).get(CHECKPOINT_KEY)
 
 
 def _refusal(node: Node, what: str, way_out: str) -> CaptureError:

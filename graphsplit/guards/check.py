@@ -354,7 +354,7 @@ class Guards:
         if not isinstance(container, (tuple, frozenset)):
             self._add_keys(frozen)
             if frozen.items:
-                self._contents.append(_view(container))
+                self._contents.append(values_of(container) if is_mapping(container) else container)
                 self._items += map(reference_of, frozen.items)
         for item in frozen.items:
             if isinstance(item, Frozen):
@@ -421,10 +421,6 @@ def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:
 
 def _is_users(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
-
-
-def _view(container: Any) -> Iterable[Any]:
-    return values_of(container) if is_mapping(container) else container
 
 
 def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:

@@ -84,7 +84,7 @@ def _torn_memories(placed: PlacedGraph, *, all_values: bool) -> frozenset[str]:
     if all_values:
         state = {node.name for node in placed.graph.nodes if node.is_state}
         torn |= {root for root in memories.modified if root.name not in state}
-    elif _values_are_modified(placed.graph):
+    elif any(not is_state for node in placed.graph.nodes for _, is_state in node.shares_modified):
         torn |= _in_two_segments(placed, segments_in_eager_order(placed)[0], memories)
     return frozenset(root.name for root in torn)
 
@@ -108,10 +108,6 @@ class _Memories:
             return set()
         found = set(self.roots[node]).union(*(self.roots[n] for n in node.all_input_nodes))
         return found & self.modified
-
-
-def _values_are_modified(graph: CapturedGraph) -> bool:
-    return any(not is_state for node in graph.nodes for _, is_state in node.shares_modified)
 
 
 def _on_two_workers(placed: PlacedGraph, memories: _Memories) -> set[FxNode]:

@@ -425,7 +425,7 @@ def _traits(
         aliased=tuple(i for i, o in tensors.items() if storage_of(o) in storages),
         sharing=_sharing(operands, outputs),
         carries_grad=tuple(o.requires_grad for o in outputs),
-        repeated=_repeated(whole, tensors),
+        repeated=tuple(i for i, o in tensors.items() if o.requires_grad) if whole.in_parts else (),
         outputs=tuple((o.dtype, tuple(map(_size, o.shape))) for o in outputs),
         strides=tuple(tuple(map(_size, _strides(o))) for o in outputs),
     )
@@ -437,11 +437,6 @@ def _strides(tensor: torch.Tensor) -> Sequence[Any]:
 
 def _size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
-
-
-def _repeated(whole: OpaqueCode, operands: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-    """Operands that the call may use more than once, if not every time: it is ordinary code."""
-    return tuple(i for i, o in operands.items() if o.requires_grad) if whole.in_parts else ()
 
 
 def _same(

@@ -204,7 +204,7 @@ class KeptTensors:
         places = {
             identity: one
             for identity, one in noted.items()
-            if _holds_fakes(one.place.read())
+            if any_leaf(freeze(one.place.read()), lambda leaf: isinstance(leaf, FakeTensor))
             and (identity in self._places or not may_be_a_buffer(one.first, one.place))
         }
         left = [item for one in places.values() for item in _left_in(one)]
@@ -434,10 +434,6 @@ def may_be_a_buffer(old: Any, place: Place) -> bool:
         and not old.requires_grad
         and not new.requires_grad
     )
-
-
-def _holds_fakes(value: Any) -> bool:
-    return any_leaf(freeze(value), lambda leaf: isinstance(leaf, FakeTensor))
 
 
 def _left_in(one: Noted) -> Iterator[_Left]:

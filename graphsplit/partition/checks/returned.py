@@ -181,14 +181,11 @@ class _Returned:
     def _is_one_term_before(self, uses: Sequence[Use], later: Sequence[Use]) -> bool:
         """Whether some uses are one term that eager mode adds after other, later ones."""
         (position, index), *others = uses
-        if others or self._is_repeated(position):
+        if others or (position < len(self._nodes) and bool(self._nodes[position].repeated)):
             return False
         if len(later) == 1 and later[0][0] == position:  # two terms of one operation, a + b = b + a
             return True
         return all(use[0] > position or (use[0] == position and use[1] < index) for use in later)
-
-    def _is_repeated(self, position: int) -> bool:
-        return position < len(self._nodes) and bool(self._nodes[position].repeated)
 
     def _outputs_in_order(self, earlier: int, later: int) -> bool:
         """Whether gradients come in eager's order if two outputs are one tensor."""
