@@ -2,7 +2,7 @@
 
 A step is recorded for each mode, for each signature, and for each state of the Python values that
 its code reads. A state that was seen before finds its recording again. Where only numbers have
-taken other values, they are lifted, if that gives the same graphs (``capture.lifted``)::
+taken other values, they are lifted, if that gives the same graphs (``capture.numbers.lifted``)::
 
     beta 0.5      recorded: mul(h, 0.5)
     beta 0.25     recorded: mul(h, 0.25), and with beta lifted: mul(h, beta). Both graphs are those

@@ -7,7 +7,7 @@ these are elsewhere. Nothing in a training step looks at them, so the step is th
                                                      batch_norm(x, w, b, m, v, True, 1.0)
                                                      fold: m and v into mean and var, later
 
-With a momentum of 1 the norm leaves the statistics of its own input; see ``rewrite.statistics``.
+With a momentum of 1 the norm leaves the statistics of its own input; see ``fold_statistics``.
 They, and ``x``, are kept until their microbatch's turn has come. The same holds for every buffer of
 which nobody reads more than its own updates do: counters, moving averages of what forward computes.
 """

@@ -1,7 +1,7 @@
 """Check what a policy gives, whoever wrote it: each computation once, where it belongs, in order.
 
 What comes from other workers, a worker waits for, whatever the order; whether that can end well is
-for ``schedule.verify`` to prove. What comes from the worker itself must have been computed before.
+for ``program.proof`` to prove. What comes from the worker itself must have been computed before.
 """
 
 from __future__ import annotations
