@@ -1,4 +1,4 @@
-"""What a step leaves on one worker: all get it that would have it in one process.
+"""Traces of a step on one worker, which all get as one process would have them.
 
 * Python values that calls kept whole leave. A counter in a loss that asks for values, the best loss
   so far, a list of losses: the script finds them after the step, and so does code of another mode.
