@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _BELOW_TORCH = frozenset(
         "optree",
         "packaging",
         "pkg_resources",
+        "pybind11_builtins",
         "setuptools",
         "sympy",
         "typing_extensions",
@@ -69,9 +70,28 @@ def is_watchable(kind: type) -> bool:
         return False
     if kind.__module__ == "__main__" or issubclass(kind, (*_HOLDERS, *_OF_TORCH)):
         return True
+    if kind.__module__ == "builtins":
+        return "__module__" in vars(kind)  # of code that exec was given, with no name for it
     module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and is_watched_file(file)
+    return is_made_by_hand(kind.__module__) if module is None else is_watchable_module(module)
+
+
+def is_watchable_module(module: ModuleType) -> bool:
+    """Whether a module may hold values of the user's."""
+    file, name = getattr(module, "__file__", None), module.__name__
+    if isinstance(file, str):
+        return is_watched_file(file)
+    is_imported = getattr(module, "__spec__", None) is not None or type(module) is not ModuleType
+    return name == "__main__" or (not is_imported and is_made_by_hand(name))
+
+
+def is_made_by_hand(name: str) -> bool:
+    """Whether a module has a name, or would have it, that no import has given."""
+    package = name.partition(".")[0]
+    root = sys.modules.get(package)
+    return package not in _BELOW_TORCH and (
+        root is None or getattr(root, "__file__", root.__spec__) is None
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,7 +118,7 @@ def is_watched_code(code: CodeType, held: dict[str, Any]) -> bool:
     name, of_globals = held.get("__name__"), held.get("__file__")
     if isinstance(of_globals, str):
         return is_watched_file(of_globals)
-    return name is None or name == "__main__"
+    return name is None or name == "__main__" or is_made_by_hand(name)
 
 
 def own_dictionary(one: Any) -> dict[str, Any] | None:

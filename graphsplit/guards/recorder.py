@@ -40,6 +40,7 @@ from graphsplit.guards.classes import (
     HookedClasses,
     Hooks,
     is_watchable,
+    is_watchable_module,
     is_watched_code,
     is_watched_file,
     own_dictionary,
@@ -56,7 +57,6 @@ from graphsplit.guards.visitor import (
     Noted,
     ValueVisitor,
     is_torchs,
-    is_watchable_module,
     named_place,
 )
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS

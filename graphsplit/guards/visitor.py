@@ -25,6 +25,7 @@ from graphsplit.frames import is_own, where_defined
 from graphsplit.guards.classes import (
     HookedClasses,
     is_watchable,
+    is_watchable_module,
     is_watched_file,
     own_dictionary,
 )
@@ -345,9 +346,3 @@ def is_torchs(module: nn.Module, name: str) -> bool:
     if isinstance(module, nn.RNNBase) and name.startswith(FLAT_WEIGHTS):
         return True
     return any(name in (vars(module).get(table) or ()) for table in TABLES)
-
-
-def is_watchable_module(module: ModuleType) -> bool:
-    """Whether a module may hold values of the user's."""
-    file = getattr(module, "__file__", None)
-    return module.__name__ == "__main__" or (isinstance(file, str) and is_watched_file(file))

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from graphsplit.batches.batch import Signature, leaves
-from graphsplit.capture.canonical import canonical_lines
+from graphsplit.capture.canonical import TensorsOfNumbers, canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
@@ -447,9 +447,7 @@ def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:
 
 
 def _form(graph: CapturedGraph) -> list[Any]:
-    nodes = (node for node in graph.nodes if node.kind is not NodeKind.NUMBER)
-    left = [change.place.label for change in graph.changes]
-    return [*((node.kind, node.target, node.requires_grad) for node in nodes), *left]
+    return [*TensorsOfNumbers.of(graph).forms(), *(c.place.label for c in graph.changes)]
 
 
 def _is_number(failure: Failure) -> bool:

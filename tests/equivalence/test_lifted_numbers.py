@@ -57,6 +57,12 @@ def _smoothed(h: torch.Tensor, smoothing: float) -> torch.Tensor:
     return F.cross_entropy(h, classes, label_smoothing=smoothing)
 
 
+def _with_entry(number: float) -> torch.Tensor:
+    weights = torch.ones(4)
+    weights[1] = number
+    return weights
+
+
 def _iterated(number: float) -> float:
     """As large as a tree that it would be: 2**30 numbers."""
     for _ in range(30):
@@ -110,7 +116,20 @@ USES: dict[str, Use] = {
     "answer as a number": Use(lambda net, h: h * float(net.n > 5), lambda s: s + 2),
     "whole part": Use(lambda net, h: h * int(net.n), lambda s: 1.0 + 0.7 * s),
     "half": Use(lambda net, h: h * int(net.n / 2), lambda s: s + 2),
-    "its class": Use(lambda net, h: h * (2 if isinstance(net.n, float) else 1), falling, None),
+    "its class": Use(lambda net, h: h * (net.n if isinstance(net.n, float) else 1), falling),
+    "power of less than nothing": Use(lambda net, h: h * math.exp(-5 * (net.n - 1) ** 2), falling),
+    "power of a number": Use(lambda net, h: h * 2 ** (net.n - 1), falling),
+    "interpolated": Use(lambda net, h: h * np.interp(net.n, [0, 9, 30], [0.1, 1, 2]), lambda s: s),
+    "tensor": Use(lambda net, h: h * torch.tensor(net.n), falling),
+    "rounded tensor": Use(lambda net, h: h * torch.tensor(net.n, dtype=torch.half), falling),
+    "weights": Use(lambda net, h: h * torch.tensor([net.n, 1 - net.n, 2, 0.1]), falling),
+    "matrix": Use(lambda net, h: h @ torch.tensor([[net.n, 1.0]] * 4) @ torch.ones(2, 4), falling),
+    "tensor of a counter": Use(lambda net, h: h + torch.tensor([net.n, 1]).sum(), lambda s: s + 2),
+    "an entry": Use(lambda net, h: h * _with_entry(net.n), falling),
+    "factors of a product": Use(
+        lambda net, h: torch.addmm(h, h, torch.eye(4), beta=net.n, alpha=1 - net.n), falling
+    ),
+    "threshold": Use(lambda net, h: F.softshrink(h, net.n), lambda s: 0.4 * 0.97**s),
     "as a dtype": Use(lambda net, h: h * net.n * torch.ones(1, dtype=float).float(), falling, None),
     "index": Use(lambda net, h: h * net.table[net.n % 4], lambda s: s + 2, None),
 }

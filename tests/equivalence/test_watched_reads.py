@@ -301,6 +301,19 @@ def _unlike_keys() -> tuple[Weigh, SetWeight]:
     return table.read, lambda value: table.held.update({second: value})
 
 
+def _made_by_hand(what: str, *, is_named: bool = True) -> tuple[Weigh, SetWeight]:
+    """A module that no import knows, as ``module_from_spec`` gives it, or mere globals."""
+    made = ModuleType("settings_made_by_hand")
+    held = vars(made) if is_named else {}
+    exec("class Settings:\n    weight = 1.0\nweight, one = 1.0, Settings()", held)
+    one, kind = held["one"], held["Settings"]
+    return {
+        "global": lambda: _attribute(made, lambda: made.weight),
+        "object": lambda: _attribute(one, lambda: one.weight),
+        "class": lambda: _attribute(kind, lambda: kind.weight),
+    }[what]()
+
+
 @pytest.fixture
 def decimals_as_before() -> Iterator[None]:
     before = decimal.getcontext()
@@ -331,6 +344,10 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "past its class": _past_its_class,
     "descriptor": _descriptor,
     "exec": _made_by_exec,
+    "module that was not imported": lambda: _made_by_hand("global"),
+    "object of its class": lambda: _made_by_hand("object"),
+    "its class": lambda: _made_by_hand("class"),
+    "object of a class without a module": lambda: _made_by_hand("object", is_named=False),
     "name that appears": _appears,
     "one code, two globals": _one_code_two_globals,
     "context variable": _context,

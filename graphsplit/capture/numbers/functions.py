@@ -38,19 +38,26 @@ from graphsplit.capture.numbers.lifted import (
     node_of,
 )
 from graphsplit.guards.changes import Computed
+from graphsplit.guards.classes import is_watchable_module
 from graphsplit.guards.values import SYMBOLIC
-from graphsplit.guards.visitor import is_watchable_module
 from graphsplit.torch_ext.replaced import Patch, replaced
 
 
-def _divides(one: Any, other: Any) -> Any:
-    return other // one
+def _turned(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The function with its two arguments in the other order."""
+
+    def called(one: Any, other: Any) -> Any:
+        return function(other, one)
+
+    called.__name__ = f"turned_{function.__name__}"
+    return called
 
 
 _RECORDED_BY_TORCH = ("floor", "ceil", "trunc")
 _OF_NUMPY = (
     "sqrt cbrt exp exp2 expm1 log log2 log10 log1p sin cos tan arcsin arccos arctan arctan2 sinh "
-    "cosh tanh power float_power maximum minimum hypot deg2rad rad2deg sign square reciprocal"
+    "cosh tanh power float_power maximum minimum hypot deg2rad rad2deg sign square reciprocal "
+    "interp"
 )
 _FUNCTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     *(
@@ -59,13 +66,15 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         if callable(function) and not name.startswith("__") and name not in _RECORDED_BY_TORCH
     ),
     *((np, name, getattr(np, name)) for name in _OF_NUMPY.split()),
-    # torch rounds what it has divided; and a whole number not at all.
+    # torch rounds what it has divided, and a whole number not at all; and refuses powers of -1.
     *(
         (kind, name, function)
         for kind in (torch.SymFloat, torch.SymInt)
         for name, function in (
             ("__floordiv__", operator.floordiv),
-            ("__rfloordiv__", _divides),
+            ("__rfloordiv__", _turned(operator.floordiv)),
+            ("__pow__", operator.pow),
+            ("__rpow__", _turned(operator.pow)),
             ("__round__", round),
         )
     ),
@@ -127,14 +136,19 @@ def _done_again(function: Callable[..., Any], was: Callable[..., Any]) -> Callab
 def _are_lifted(args: tuple[Any, ...]) -> bool:
     """Whether lifted numbers, and plain ones, are all that is there."""
     symbolic = [one for one in args if isinstance(one, SYMBOLIC)]
-    plain = (int, float, np.generic, *SYMBOLIC)
     is_here = bool(symbolic) and hasattr(_here, "lifted")
-    if not is_here or not all(isinstance(one, plain) for one in args):
+    if not is_here or not all(map(_is_plain, args)):
         return False
     try:
         return all(computed(one) is not None for one in symbolic)
     except NotLiftedError:  # a size
         return False
+
+
+def _is_plain(one: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return all(_is_plain(item) and not isinstance(item, SYMBOLIC) for item in one)
+    return isinstance(one, (int, float, np.generic, *SYMBOLIC))
 
 
 def _asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -167,7 +181,17 @@ def _converting(kind: Any) -> type:
     return OfKind(kind.__name__, (kind,), {})
 
 
-CONVERSIONS: dict[str, Any] = {"float": _converting(float), "int": _converting(int)}
+def _is_instance(one: Any, kinds: Any) -> bool:
+    if not _are_lifted((one,)):
+        return isinstance(one, kinds)
+    return bool(made(_here.lifted, isinstance, (one, kinds)))
+
+
+CONVERSIONS: dict[str, Any] = {
+    "float": _converting(float),
+    "int": _converting(int),
+    "isinstance": _is_instance,
+}
 """Stand for Python's own among the globals of code that is recorded with lifted numbers."""
 
 

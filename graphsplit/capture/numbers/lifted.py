@@ -10,6 +10,7 @@ stays what it is: then it is no use to lift it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class NotLiftedError(CaptureError):
 
 # Stands for a lifted number in a recorded graph: workers know its value.
 NUMBER = Placeholder("graphsplit_number")
+_here = threading.local()  # has the tracer, while numbers are lifted
 _HOW = "graphsplit_computed"  # in the meta of a node
 
 
@@ -118,12 +120,14 @@ def lifted_in_place(places: Sequence[Place]) -> Iterator[Lifted]:
     if not places:
         yield lifted
         return
+    _here.tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     try:
         for index, (place, value) in enumerate(zip(places, lifted.values, strict=True)):
             place.write(_stand_in(value, lifted.symbols, NUMBER, (index,), f"lifted_{index}"))
         yield lifted
         _take_conditions(lifted)
     finally:
+        del _here.tracer
         for place, value in zip(places, lifted.values, strict=True):
             place.write(value)
 
@@ -223,7 +227,8 @@ def computed(number: Any) -> Computed:
 
 def node_of(number: Any) -> Node:
     """The node of a number in what is recorded."""
-    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    # Code of PyTorch's that finds shapes may ask a number, while nothing is recorded.
+    tracer: Any = vars(_here).get("tracer") or get_proxy_mode().tracer  # type: ignore[union-attr]
     slot = get_proxy_slot(number, tracer, None)
     if slot is None:
         raise NotLiftedError("a number was made in a way that was not recorded")
