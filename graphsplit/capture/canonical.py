@@ -115,7 +115,7 @@ class TensorsOfNumbers:
         return found
 
     def forms(self) -> Iterator[tuple[Any, ...]]:
-        """What each node is, but for its numbers."""
+        """Kind, target and mark of each node, without the numbers."""
         for position, node in enumerate(self.graph.nodes):
             if node.kind is not NodeKind.NUMBER and position not in self.parts:
                 target = "tensor" if position in self.tensors else node.target
