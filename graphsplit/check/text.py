@@ -53,7 +53,15 @@ def findings(comparison: RunComparison, *, asked: int) -> Findings:
     if difference is not None:
         return Findings(1, difference_text(comparison, difference, Pinpoint()))
     if comparison.num_models == 0:
-        return Findings(1, nothing_to_compare("built no gs.Model, or never called it"))
+        return Findings(
+            1,
+            _told(
+                ["the script built no gs.Model, or never called it: there is nothing to compare"],
+                "",
+                "check a script that trains a gs.Model (train, train_step, step). Loops of one's "
+                "own (gs.distribute) are not compared.",
+            ),
+        )
     if comparison.num_steps == 0:
         return Findings(
             1,
@@ -77,16 +85,6 @@ def findings(comparison: RunComparison, *, asked: int) -> Findings:
         )
     said = [f"graphsplit check: the same bits. Compared {compared}.", *_left_out(comparison)]
     return Findings(0, "\n".join(said))
-
-
-def nothing_to_compare(why: str) -> str:
-    """Said where a script has nothing that could be compared."""
-    return _told(
-        [f"the script {why}: there is nothing to compare"],
-        "",
-        "check a script that trains a gs.Model (train, train_step, step). Loops of one's own "
-        "(gs.distribute) are not compared.",
-    )
 
 
 def failed(

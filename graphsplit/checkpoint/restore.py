@@ -208,7 +208,6 @@ class OptimizerLoader:
         optimizer: The optimizer.
         saved: What was saved of it, encoded.
         source: The save.
-        holds: The kind of file its tensors are in.
         ownership: Names of parameters.
     """
 
@@ -218,13 +217,11 @@ class OptimizerLoader:
         optimizer: torch.optim.Optimizer,
         saved: Mapping[str, Any],
         source: Source,
-        holds: str,
         ownership: Ownership,
     ) -> None:
         self._optimizer = optimizer
         self._saved = saved
         self._source = source
-        self._holds = holds
         self._parameters = parameters_of(optimizer)
         kind = type(optimizer).__name__
         self.problems = [
@@ -268,15 +265,15 @@ class OptimizerLoader:
     def _settings_requests(self, num_workers: int) -> list[TensorRequest]:
         names = tensor_names(self._saved.get("settings"))
         return self._checked(
-            [TensorRequest(name, self._holds, range(num_workers)) for name in names]
+            [TensorRequest(name, "training", range(num_workers)) for name in names]
         )
 
     def _state_requests(self, ownership: Ownership, num_workers: int) -> list[TensorRequest]:
         names = tensor_names(self._others())
-        found = [TensorRequest(name, self._holds, range(num_workers)) for name in names]
+        found = [TensorRequest(name, "training", range(num_workers)) for name in names]
         for index, entry in self._state().items():
             receivers = ownership.loaders(self._parameters[index], num_workers)
-            found += [TensorRequest(name, self._holds, receivers) for name in tensor_names(entry)]
+            found += [TensorRequest(name, "training", receivers) for name in tensor_names(entry)]
         return self._checked(found)
 
     def _checked(self, requests: list[TensorRequest]) -> list[TensorRequest]:
@@ -330,7 +327,7 @@ class OptimizerLoader:
 
 
 def optimizer_loaders(
-    task: Task, source: Source, ownership: Ownership, *, holds: str, problems: list[str]
+    task: Task, source: Source, ownership: Ownership, *, problems: list[str]
 ) -> list[OptimizerLoader]:
     """A loader for every optimizer of a task; what does not fit is added to ``problems``.
 
@@ -344,7 +341,7 @@ def optimizer_loaders(
     problems += [f"missing: the state of {name}" for name in own if name not in saved]
     problems += [f"unknown: the state of {name}" for name in saved if name not in own]
     loaders = [
-        OptimizerLoader(name, optimizer, saved[name], source, holds, ownership)
+        OptimizerLoader(name, optimizer, saved[name], source, ownership)
         for name, optimizer in own.items()
         if isinstance(saved.get(name), dict)
     ]

@@ -160,9 +160,7 @@ class States:
         """Load a file that ``save_optimizers`` made. Collective."""
         source = Source.open_file(Path(path), self._holder.group(), holds="training")
         problems: list[str] = []
-        loaders = optimizer_loaders(
-            self._task, source, self._ownership(), holds="training", problems=problems
-        )
+        loaders = optimizer_loaders(self._task, source, self._ownership(), problems=problems)
         self._agree_none(problems, path, "the optimizer")
         source.verify(self._requests(None, loaders))
         self._load_optimizers(loaders)
@@ -277,9 +275,7 @@ class States:
         with forms_put(self._task, source.values.get("forms", []), self._holder):
             network = NetworkLoader(self._task, source, self._holder, with_others=True)
             problems = list(network.problems)
-            optimizers = optimizer_loaders(
-                self._task, source, self._ownership(), holds="training", problems=problems
-            )
+            optimizers = optimizer_loaders(self._task, source, self._ownership(), problems=problems)
             for kind, own in (("extra", extra), ("more", self.more)):
                 saved = source.values.get(kind)
                 saved = saved if isinstance(saved, dict) else {}

@@ -63,16 +63,21 @@ class Comparison:
         return split_batch(copy.deepcopy(batch), has_loss_fn=self._has_loss_fn)
 
     def _compare_state(self) -> None:
+        workers = self._cluster.workers
+        held = [named_state(worker.task.network, worker.task.loss_fn) for worker in workers]
         for name, tensor in named_state(self._reference.network, self._reference.loss_fn).items():
-            self._compare_tensor(name, tensor)
-            self._check_given_up(name)
-        for worker in self._cluster.workers:
+            owner = self._cluster.owner_of(name)
+            self._compare_tensor(name, tensor, owner, held[owner.rank][name])
+            for worker in workers:
+                if worker is not owner and not is_elsewhere(held[worker.rank][name]):
+                    raise AssertionError(f"{self._when}: worker {worker.rank} still holds {name!r}")
+        for worker in workers:
             self._compare_worker(worker)
 
-    def _compare_tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def _compare_tensor(
+        self, name: str, tensor: torch.Tensor, owner: SimulatedWorker, actual: torch.Tensor
+    ) -> None:
         """A parameter or buffer where it lives, with all that belongs to it."""
-        owner = self._cluster.owner_of(name)
-        actual = named_state(owner.task.network, owner.task.loss_fn)[name]
         what = f"{name!r} on worker {owner.rank}"
         expected = tensor.grad if tensor.is_leaf else None  # a buffer may be assigned a history
         self._same(f"gradient of {what}", expected, actual.grad, strides=True)
@@ -95,13 +100,6 @@ class Comparison:
         norm = worker.planner.updater.last_norm
         self._same(f"norm on worker {rank}", reference.gradient_norm, norm)
         self._same(f"scaler of worker {rank}", _scale(reference.scaler), _scale(worker.task.scaler))
-
-    def _check_given_up(self, name: str) -> None:
-        owner = self._cluster.owner_of(name)
-        for worker in self._cluster.workers:
-            tensor = named_state(worker.task.network, worker.task.loss_fn)[name]
-            if worker is not owner and not is_elsewhere(tensor):
-                raise AssertionError(f"{self._when}: worker {worker.rank} still holds {name!r}")
 
     def _same(self, what: str, expected: Any, actual: Any, *, strides: bool = False) -> None:
         found = difference(expected, actual, strides=strides)

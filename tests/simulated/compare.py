@@ -25,13 +25,14 @@ def difference(expected: Any, actual: Any, *, strides: bool = False) -> str | No
         actual: What is compared with it.
         strides: Whether tensors must agree in their strides as well.
     """
-    expected_leaves, expected_spec = pytree.tree_flatten_with_path(expected)
-    actual_leaves, actual_spec = pytree.tree_flatten_with_path(actual)
+    expected_leaves, expected_spec = pytree.tree_flatten(expected)
+    actual_leaves, actual_spec = pytree.tree_flatten(actual)
     if expected_spec != actual_spec:
         return f"structure: expected {expected_spec}, got {actual_spec}"
-    for (path, want), (_, found) in zip(expected_leaves, actual_leaves, strict=True):
+    for index, (want, found) in enumerate(zip(expected_leaves, actual_leaves, strict=True)):
         text = _leaf_difference(want, found, strides)
         if text is not None:
+            path, _ = pytree.tree_flatten_with_path(expected)[0][index]
             return f"{pytree.keystr(path)}: {text}" if path else text
     return None
 

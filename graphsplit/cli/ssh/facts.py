@@ -42,7 +42,7 @@ def own_facts(environ: Mapping[str, str], address: str = "") -> Facts:
         num_cores=_num_cores(),
         shared_bytes=_left_in(_SHARED_MEMORY),
         clock_s=time.time(),
-        remarks=tuple(filter(None, (_no_home(), _little_shared_memory(_SHARED_MEMORY)))),
+        remarks=tuple(filter(None, (_no_home(), _little_shared_memory()))),
         problems=tuple(filter(None, (_no_temporary_files(), _few_open_files()))),
     )
 
@@ -111,12 +111,12 @@ def _left_in(folder: Path) -> int:
         return 0
 
 
-def _little_shared_memory(folder: Path) -> str:
-    free = _left_in(folder)
+def _little_shared_memory() -> str:
+    free = _left_in(_SHARED_MEMORY)
     if free >= _LEAST_SHARED_BYTES:
         return ""
     return (
-        f"{folder} has {free >> 20} MiB left; loaders with workers hand on batches there\n"
+        f"{_SHARED_MEMORY} has {free >> 20} MiB left; loaders with workers hand on batches there\n"
         f"  Fix: take away what is in it, or make it larger (docker run --shm-size=1g)"
     )
 

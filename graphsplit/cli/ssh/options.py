@@ -208,7 +208,8 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
         )
     ranked = give_ranks(hosts, given["num_workers"])
     given["num_workers"] = ranked[-1].ranks.stop
-    is_named = _is_given("host")
+    source = click.get_current_context().get_parameter_source("host")
+    is_named = source is not ParameterSource.DEFAULT
     return {
         "remote": RemoteJob(
             ranked,
@@ -258,10 +259,6 @@ def _of_ray(
     if num_workers is None:
         raise click.UsageError("Missing option '-n' / '--num-workers': how many workers --ray has")
     return [(f"actor-{rank}", 1) for rank in range(num_workers)]
-
-
-def _is_given(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def travelling(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
