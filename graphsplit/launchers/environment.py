@@ -92,9 +92,10 @@ def find_launcher(environ: Mapping[str, str]) -> Found | None:
     found = _find(reader)
     if found is not None:
         _compare_own(reader, found)
-        _check_recovery(reader, found)
+        if found.num_workers > 1:
+            _check_recovery(reader, found)
     reader.raise_if_any()
-    return found
+    return found if found is not None and found.num_workers > 1 else None
 
 
 def left_to_others(environ: Mapping[str, str]) -> set[str]:
@@ -152,14 +153,17 @@ def _find(reader: _Reader) -> Found | None:
             found = read(reader)
             if not 0 <= found.rank < found.num_workers:
                 reader.problem(
-                    f"{IN_WORDS[launcher]}: rank {found.rank} of {found.num_workers} processes"
+                    f"{IN_WORDS[found.launcher]}: "
+                    f"rank {found.rank} of {found.num_workers} processes"
                 )
             if wanted == AUTO:
                 _compare_others(reader, found)
-            return found if found.num_workers > 1 else None
-    if reader.has("RANK", "WORLD_SIZE") and reader.text("WORLD_SIZE") != "1":
-        missing = [name for name in _ENV_NAMES if not reader.has(name)]
-        reader.problem(f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} not")
+            return found
+    for names in (_ENV_NAMES, _PET_NAMES):
+        rank, size, *others = names
+        if reader.has(rank, size) and reader.text(size) != "1":
+            missing = [name for name in others if not reader.has(name)]
+            reader.problem(f"{rank} and {size} are set, and {' and '.join(missing)} not")
     return None
 
 
@@ -186,6 +190,8 @@ def _is_env(reader: _Reader) -> bool:
 
 
 def _env(reader: _Reader) -> Found:
+    if not _is_env(reader) and _is_pet(reader):
+        return _pet(reader)
     host = _host(reader, "MASTER_ADDR")
     size = reader.number("WORLD_SIZE", lowest=1)
     return Found(ENV, reader.number("RANK"), size, host, is_one_host=host in LOOPBACK)

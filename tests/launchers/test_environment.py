@@ -144,6 +144,37 @@ MIXES: dict[str, tuple[dict[str, str], Found | None]] = {
     "a pod": (POD, AS_POD),
     "a pod that works by itself": ({"JOB_COMPLETION_INDEX": "2"}, None),
     "a pod that comes back": ({**POD, "GS_RECOVERY": "wait_rejoin"}, AS_POD),
+    "mpirun in a pod, by MPI's operator": ({**POD, **MPI}, AS_MPI),
+    "mpirun from a shell of srun --pty": ({**STEP, "SLURM_PTY_PORT": "40123", **MPI}, AS_MPI),
+    "torchrun under mpirun in a step in a pod": (
+        {**POD, **STEP, **MPI, **TORCHRUN, "MS_WORKER_NUM": "4"},
+        AS_TORCHRUN,
+    ),
+    "the mpirun around torchrun": ({**MPI, **TORCHRUN, "GS_LAUNCHER": "mpi"}, AS_MPI),
+    "the pod around mpirun": ({**POD, **MPI, "GS_LAUNCHER": " kubernetes "}, AS_POD),
+    "env that mpirun was to be compared with, and is not": (
+        {**MPI, **ENV, "GS_LAUNCHER": "env"},
+        AS_ENV,
+    ),
+    "PyTorchJob, asked for by name": (
+        {**PET, **MPI, "GS_LAUNCHER": "env"},
+        Found("env", 1, 3, "job-0.job"),
+    ),
+    "settings of torchrun for later": ({"PET_NPROC_PER_NODE": "4", "PET_NNODES": "1"}, None),
+    "env's numbers without its address, in a step": (
+        {**STEP, "RANK": "1", "WORLD_SIZE": "4"},
+        AS_STEP,
+    ),
+    "numbers with blanks and noughts": ({**ENV, "RANK": " 01 ", "WORLD_SIZE": "4 "}, AS_ENV),
+    "env by an address of IPv6": (
+        {**ENV, "MASTER_ADDR": "fe80::1%eth0"},
+        Found("env", 1, 4, "fe80::1%eth0"),
+    ),
+    "a number of workers, and nobody who started them": ({"MS_WORKER_NUM": "3"}, None),
+    "torchrun alone, whatever it could not do": (
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "GS_RECOVERY": "wait_rejoin"},
+        None,
+    ),
 }
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
@@ -171,6 +202,31 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "several processes on a node by PyTorchJob": (
         {**PET, "PET_NPROC_PER_NODE": "2"},
         "which torchrun starts",
+    ),
+    "half of PyTorchJob": (
+        {"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_MASTER_ADDR": "job-0.job"},
+        "PET_NODE_RANK and PET_NNODES are set, and PET_MASTER_PORT not",
+    ),
+    "PyTorchJob of changing size": ({**PET, "PET_NNODES": "1:3"}, "PET_NNODES='1:3'; expected"),
+    "PyTorchJob against a step": ({**STEP, **PET}, "by a Slurm step it is rank 1 of 4"),
+    "torchrun of one process in each of three pods": (
+        {**POD, **TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        "MS_WORKER_NUM='3', and by torchrun it is 1",
+    ),
+    "a step in a pod of another number": ({**POD, **STEP}, "and by a Slurm step it is 4"),
+    "one process by env in a step of four": (
+        {**STEP, **ENV, "RANK": "0", "WORLD_SIZE": "1"},
+        "by a Slurm step it is rank 1 of 4",
+    ),
+    "env against a step and mpirun": ({**STEP, **MPI, **ENV}, "by Open MPI it is rank 2 of 3"),
+    "an address that is a URL": ({**ENV, "MASTER_ADDR": "tcp://a/"}, "MASTER_ADDR='tcp://a/'"),
+    "a step without its number of tasks": (
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_JOB_ID": "77"},
+        "SLURM_NTASKS is not set",
+    ),
+    "more workers than there can be": (
+        {**MPI, "OMPI_COMM_WORLD_SIZE": "99999999"},
+        "OMPI_COMM_WORLD_SIZE='99999999'; expected",
     ),
     "a pod beyond the last": ({**POD, "JOB_COMPLETION_INDEX": "3"}, "rank 3 of 3 processes"),
     "no such launcher": ({"GS_LAUNCHER": "ray"}, "GS_LAUNCHER='ray'; expected auto"),
