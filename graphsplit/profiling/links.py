@@ -23,6 +23,9 @@ Links = str | os.PathLike[str] | Mapping[tuple[int, int], tuple[float, float]]
 """A file of ``graphsplit doctor --save-links``; or seconds that a message takes from one rank to
 another, and bytes that follow in a second."""
 _MOST_EDGES = 12
+_VALUE_S = 70e-6
+"""What a value takes beyond the wire, which is all that is measured between hosts: two wake-ups,
+its header and credit (`benchmarks/bench_hop.py --only gloo`, 1 KiB)."""
 
 
 def with_links(costs: Costs, links: Links, num_workers: int) -> Costs:
@@ -84,7 +87,8 @@ def _between_hosts(
                     f"  Fix: `graphsplit doctor` says why; measure again when it is mended"
                 )
             link = known[pair]
-            yield (source, destination), LinkCost(link.there_and_back_s / 2, link.bytes_per_s)
+            latency_s = link.there_and_back_s / 2 + _VALUE_S
+            yield (source, destination), LinkCost(latency_s, link.bytes_per_s)
 
 
 def message_lines(

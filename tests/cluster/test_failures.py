@@ -153,7 +153,7 @@ def test_silence_is_a_loss_and_any_message_breaks_it(drive):
     scheduler.pass_time(5.6)
     cause = scheduler.last(0).cause
     assert (cause.kind, cause.rank) == ("lost", 1)
-    assert "28 s (see MS_NODE_TIMEOUT)" in cause.message
+    assert "27 s (see MS_NODE_TIMEOUT)" in cause.message
     assert len([line for line in scheduler.log if "nothing was heard" in line]) == 1
 
 

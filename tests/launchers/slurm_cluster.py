@@ -1,4 +1,4 @@
-"""A cluster of Slurm on this machine alone: munge, a controller and a node, as of Debian."""
+"""A cluster of Slurm on this machine alone: munge, a controller and two nodes, as of Debian."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -37,9 +36,11 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
+{nodes}
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE MaxTime=INFINITE State=UP
 """
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
+NODES = ("n1", "n2")
 
 
 def why_not() -> str:
@@ -59,16 +60,19 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     """The variables by which ``srun`` finds a cluster that is there meanwhile."""
     for name in ("munge", "state", "spool"):
         (folder / name).mkdir(mode=0o700)
+    host = socket.gethostname().partition(".")[0]
     key, configuration = folder / "munge.key", folder / "slurm.conf"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     configuration.write_text(
         _CONFIGURATION.format(
             folder=folder,
-            host=socket.gethostname().partition(".")[0],
+            host=host,
             controller_port=find_free_port("127.0.0.1"),
-            node_port=find_free_port("127.0.0.1"),
-            cores=os.cpu_count(),
+            nodes="\n".join(
+                _NODE.format(name=name, host=host, port=find_free_port("127.0.0.1"))
+                for name in NODES
+            ),
         )
     )
     found = {**os.environ, "SLURM_CONF": str(configuration)}
@@ -81,8 +85,9 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     try:
         daemons.append(_started(munge, found, folder))
         _wait_until(lambda: (folder / "munge" / "socket").exists(), "munged")
-        daemons += [_started([name, "-D"], found, folder) for name in ("slurmctld", "slurmd")]
-        _wait_until(lambda: b"idle" in _nodes(found), "a node")
+        daemons.append(_started(["slurmctld", "-D"], found, folder))
+        daemons += [_started(["slurmd", "-D", "-N", name], found, folder) for name in NODES]
+        _wait_until(lambda: _nodes(found).split() == [b"idle"] * len(NODES), "both nodes")
         yield {"SLURM_CONF": str(configuration)}
     finally:
         for daemon in reversed(daemons):
@@ -98,14 +103,16 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
 def _started(command: list[str], found: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
     program = _where(command[0])
     assert program is not None
-    with (folder / f"{command[0]}.output").open("wb") as output:
+    with (folder / f"{command[0]}.output").open("ab") as output:
         return subprocess.Popen(
             [program, *command[1:]], env=found, stdout=output, stderr=subprocess.STDOUT
         )
 
 
 def _nodes(found: dict[str, str]) -> bytes:
-    told = subprocess.run(["sinfo", "-h", "-o", "%T"], env=found, capture_output=True, timeout=30)
+    told = subprocess.run(
+        ["sinfo", "-h", "-N", "-o", "%T"], env=found, capture_output=True, timeout=30
+    )
     return told.stdout
 
 

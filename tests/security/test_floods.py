@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -118,3 +120,59 @@ def test_a_job_whose_workers_are_flooded_loses_one_gets_it_back_and_has_the_bits
         lines = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
         assert [line for line in lines if line in alone][-len(alone) :] == alone, output
     assert len(output) < 100_000
+
+
+EPOCH = re.compile(r"\[worker ([01])\] epoch ([\d.]+) ([\d.]+)")
+AT_MOST = 1.5
+EPOCHS = 12
+
+
+def epochs_of(job: subprocess.Popen[str], said: list[str], count: int) -> dict[int, list[float]]:
+    """The next epochs of each worker: seconds of each, without those in which it had no core."""
+    assert job.stdout is not None
+    found: dict[int, list[float]] = {0: [], 1: []}
+    while min(len(times) for times in found.values()) < count:
+        line = job.stdout.readline()
+        assert line, "".join(said)
+        said.append(line)
+        if match := EPOCH.search(line):
+            found[int(match[1])].append(float(match[2]) - float(match[3]))
+    return found
+
+
+@pytest.mark.parametrize("whom", ["a worker", "the scheduler"])
+def test_an_epoch_takes_little_longer_while_a_port_is_flooded(whom: str) -> None:
+    """The same job's epochs before and meanwhile, each without the time in which it had no core."""
+    first, port = find_free_port("127.0.0.1"), find_free_port("127.0.0.1")
+    own = {"GS_TRANSPORT": "grpc", "GS_WORKER_PORTS": f"{first}-{first + 9}"}
+    own |= {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "graphsplit", "run", "-n", "2", "--port", str(port)]
+    script = str(Path(__file__).with_name("flooded_job.py"))
+    said: list[str] = []
+    with subprocess.Popen(
+        [*command, script], env={**os.environ, **own}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    ) as job:  # fmt: skip
+        try:
+            epochs_of(job, said, 3)  # warms up
+            quiet = epochs_of(job, said, EPOCHS)
+            pids = {int(pid) for pid in re.findall(r"pid (\d+)", "".join(said))}
+            peaks = {pid: peak_kib(pid) for pid in pids}
+            taken = [one for one in range(first, first + 10) if not is_free("127.0.0.1", one)]
+            target = taken[0] if whom == "a worker" else port
+            flooder = [sys.executable, str(Path(__file__).with_name("flooder.py"))]
+            with subprocess.Popen([*flooder, str(target), str(JOB_FLOOD_S)]) as flood:
+                try:
+                    epochs_of(job, said, 3)  # it begins
+                    flooded = epochs_of(job, said, EPOCHS)
+                    assert flood.poll() is None
+                finally:
+                    flood.kill()
+            grown = {pid: peak_kib(pid) - before for pid, before in peaks.items()}
+        finally:
+            job.send_signal(signal.SIGINT)
+            said.append(job.communicate(timeout=DEADLINE_S)[0])
+    assert len(pids) >= 2 and max(grown.values()) < 16 << 10, grown
+    assert sum(len(line) for line in said if "epoch" not in line) < 100_000
+    times = {rank: (median(quiet[rank]), median(flooded[rank])) for rank in quiet}
+    assert all(there <= AT_MOST * before for before, there in times.values()), times

@@ -52,9 +52,9 @@ class Turns:
         if not self._turn.acquire(blocking=False):
             self._asked = is_over
             return False
-        self._num_taken += 1
-        self._look = look
-        try:
+        try:  # an interrupt may come at any time
+            self._num_taken += 1
+            self._look = look
             while not (is_over() or self._is_over.is_set()):
                 self._read()
         finally:
