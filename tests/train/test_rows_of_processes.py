@@ -22,12 +22,12 @@ from own_rows_helpers import (
     whole,
 )
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.utils.data import Dataset
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers and said
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(100)]
