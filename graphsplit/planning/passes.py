@@ -26,8 +26,12 @@ from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.replicas.blocks import with_blocks
 from graphsplit.partition.replicas.buffer_chains import with_chains
-from graphsplit.partition.replicas.bundles import borrowed_together, bundled
-from graphsplit.partition.replicas.exchange import exchange_alone, without_exchange
+from graphsplit.partition.replicas.bundles import (
+    borrowed_together,
+    bundled,
+    exchange_alone,
+    without_exchange,
+)
 from graphsplit.partition.replicas.lanes import merge_lanes
 from graphsplit.partition.shared_norms import check_reduction, with_reduction
 from graphsplit.partition.splitting import with_splits

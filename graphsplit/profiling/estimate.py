@@ -23,8 +23,7 @@ from graphsplit.profiling.recorder import TimedRun
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.schedule.costs import Costs, Host, LinkCost
-from graphsplit.schedule.simulation.memory import peak_bytes
-from graphsplit.schedule.simulation.timeline import Span, Timeline
+from graphsplit.schedule.simulation.timeline import Span, Timeline, peak_bytes
 
 _NS = 1e-9
 MIN_RUNS = 2  # timed, to estimate from

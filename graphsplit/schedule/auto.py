@@ -29,9 +29,8 @@ from graphsplit.program.lower import Policy, lower
 from graphsplit.schedule.costs import CostClock, Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import NAMED, RULES, ZERO_BUBBLE, Orders
-from graphsplit.schedule.play import Preference, play
+from graphsplit.schedule.play import Preference, WarmUp, play
 from graphsplit.schedule.simulation.simulate import simulate
-from graphsplit.schedule.warm_up import WarmUp
 
 _BACKWARD_FIRST = "zero_bubble, backward first"
 _RULES: Mapping[str, Preference] = {

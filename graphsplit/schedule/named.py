@@ -41,8 +41,7 @@ from types import MappingProxyType
 
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
-from graphsplit.schedule.play import Preference, play
-from graphsplit.schedule.warm_up import WarmUp
+from graphsplit.schedule.play import Preference, WarmUp, play
 
 Orders = tuple[Sequence[Instruction], ...]
 ZERO_BUBBLE = Preference(warm_up=WarmUp.BY_LEVEL, splits=True)

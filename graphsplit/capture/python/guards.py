@@ -16,19 +16,26 @@ from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.functions import CONVERSIONS, computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python import identities
-from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
 from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
 from graphsplit.errors import CaptureError, OwnershipError
+from graphsplit.frames import users_line_now
 from graphsplit.guards.changes import Change, changes_of, put_all_back
 from graphsplit.guards.check import Guards, Watched
+from graphsplit.guards.code_facts import names_used_by, torch_places
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
-from graphsplit.guards.torch_names import names_used_by, torch_places
-from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
+from graphsplit.guards.values import (
+    CONTAINERS,
+    MISSING,
+    any_leaf,
+    differences,
+    freeze,
+    reference_of,
+)
 from graphsplit.guards.visitor import Noted
 from graphsplit.marks.ignored import is_ignored
 from graphsplit.torch_ext.attributes import (
@@ -40,6 +47,7 @@ from graphsplit.torch_ext.attributes import (
 )
 from graphsplit.torch_ext.eager_mode import compiled_branches
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
+from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.replaced import outside
 from graphsplit.torch_ext.stand_ins import StandIn
 from graphsplit.torch_ext.steering import let_steer, may_steer, steers
@@ -320,3 +328,70 @@ def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watc
 def _in_thread(thread: int, is_paused: Callable[[], bool]) -> Callable[[], bool]:
     """A test that holds in all threads but one, too."""
     return lambda: threading.get_ident() != thread or is_paused()
+
+
+# Python values inside ``torch.utils.checkpoint``, whose code eager runs again in backward.
+#
+# A captured step runs that code once. So a value that it changes would be changed once instead of
+# twice, and one that is changed after it would be read as it was, instead of as it is by then.
+
+
+class RunAgain:
+    """Refuses what a checkpoint would do otherwise when it runs again.
+
+    Args:
+        recorder: Notes the places that code reads and writes.
+    """
+
+    def __init__(self, recorder: ReadRecorder) -> None:
+        self._recorder = recorder
+        self._used: list[tuple[Noted, Any, str]] = []  # a place, its value then, the user's line
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Run what a checkpoint runs.
+
+        Raises:
+            CaptureError: It has changed a Python value, and there will be a backward.
+        """
+        if not torch.is_grad_enabled():
+            yield
+            return
+        noted = self._recorder.noted
+        with self._recorder.unseen():
+            before = {key: freeze(one.place.read()) for key, one in noted.items()}
+        asked = self._recorder.asked_anew()
+        yield
+        line = users_line_now()
+        with self._recorder.unseen():
+            for key, one in noted.items():
+                if _differs(before.get(key, one.first), one):
+                    raise _refusal(one, "is changed inside", line)
+                if key in asked:
+                    self._used.append((one, freeze(one.place.read()), line))
+
+    def check(self) -> None:
+        """Check, at the end of the step, that backward would read what forward read.
+
+        Raises:
+            CaptureError: What a checkpoint has read was changed after it.
+        """
+        for one, value, line in self._used:
+            if _differs(value, one):
+                raise _refusal(one, "is read inside, and changed after,", line)
+
+
+def _differs(before: Any, one: Noted) -> bool:
+    """Whether a place holds something else; tensors that code made and keeps do not count."""
+    now = freeze(one.place.read())
+    is_kept_tensor = any_leaf(now, lambda leaf: isinstance(leaf, (FakeTensor, torch.fx.Proxy)))
+    return not is_kept_tensor and any(True for _ in differences(before, one.place.read()))
+
+
+def _refusal(one: Noted, how: str, line: str) -> CaptureError:
+    return CaptureError(
+        f"{one.place.label} {how} a torch.utils.checkpoint, whose code runs again in backward: "
+        f"the captured graph would run it once\n  {line}\n"
+        f"  Fix: change the value in forward before the checkpoint, outside of what it runs; or "
+        f"leave the checkpoint out and pass recompute to gs.Model."
+    )

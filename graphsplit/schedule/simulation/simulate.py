@@ -29,8 +29,7 @@ from graphsplit.program.event_loop import Channel, ProgramPlay
 from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.schedule.costs import Costs, LinkCost
-from graphsplit.schedule.simulation.memory import peak_bytes
-from graphsplit.schedule.simulation.timeline import Span, Timeline
+from graphsplit.schedule.simulation.timeline import Span, Timeline, peak_bytes
 
 
 # The cores of one host, shared evenly by the workers that compute on it.
