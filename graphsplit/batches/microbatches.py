@@ -137,28 +137,19 @@ class Division:
         arguments: The whole batch.
         microbatches: Its microbatches; itself where it is not split.
         weights: What the loss of each is multiplied by; empty where it is not split.
-        alike: For each, a number that is equal for those that surely look alike; empty where
-            nothing is known.
     """
 
     arguments: Arguments
     microbatches: tuple[Arguments, ...]
     weights: tuple[float, ...] = ()
-    alike: tuple[int, ...] = ()
 
     def shape(self) -> BatchDescription:
         """The description that other workers must have of it."""
         whole = Signature.of(self.arguments)
         if not self.weights:
             return BatchDescription(whole)
-        known: dict[int, Signature] = {}
-        signatures = []
-        for index, microbatch in enumerate(self.microbatches):
-            key = self.alike[index] if self.alike else index
-            if key not in known:
-                known[key] = Signature.of(microbatch)
-            signatures.append(known[key])
-        parts = [(key, len(list(group))) for key, group in itertools.groupby(signatures)]
+        groups = itertools.groupby(map(Signature.of, self.microbatches))
+        parts = [(signature, len(list(group))) for signature, group in groups]
         return BatchDescription(whole, tuple(parts), self.weights)
 
 
@@ -187,9 +178,8 @@ class Divider:
             return Division(arguments, (arguments,))
         pieces, weights = self._pieces(batch)
         found = tuple(split_batch(piece, has_loss_fn=has_loss_fn) for piece in pieces)
-        alike = _rows_of(weights) if self.split is None else ()
         weighed = [((), dict(p)) for p in pieces] if isinstance(batch, Mapping) else found
-        return Division(arguments, found, self._weights(weighed) or weights, alike)
+        return Division(arguments, found, self._weights(weighed) or weights)
 
     def divide_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss_fn: bool
@@ -214,7 +204,7 @@ class Divider:
                 "which takes one batch\n  Fix: pass all of it by keyword, or all by position."
             )
         found, weights = zip(*split_microbatches(arguments, self.num_microbatches), strict=True)
-        return Division(arguments, found, self._weights(found) or weights, _rows_of(weights))
+        return Division(arguments, found, self._weights(found) or weights)
 
     def _pieces(self, batch: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
         if self.split is None:
@@ -237,12 +227,6 @@ class Divider:
         if self.loss_weight is None:
             return ()
         return _shares([self.loss_weight(*args, **kwargs) for args, kwargs in microbatches])
-
-
-def _rows_of(shares: Sequence[float]) -> tuple[int, ...]:
-    """Numbers that are equal for microbatches of the same number of rows."""
-    distinct = list(dict.fromkeys(shares))
-    return tuple(distinct.index(share) for share in shares)
 
 
 def _shares(counts: Sequence[Any], what: str = "loss_weight") -> tuple[float, ...]:

@@ -93,4 +93,4 @@ def _check(are_batches_same: bool, is_outlook_same: bool) -> None:
 
 def _as_one(batches: Sequence[Division]) -> Division:
     each = tuple(batch.arguments for batch in batches)
-    return Division((each, {}), each, (1.0,) * len(each), (0,) * len(each))
+    return Division((each, {}), each, (1.0,) * len(each))

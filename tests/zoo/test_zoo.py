@@ -72,3 +72,17 @@ def test_a_sample_of_the_zoo_keeps_its_bits(name: str) -> None:
     captures = Captures()
     check(MODELS[name], captures, "layers", (3,))
     check(MODELS[name], captures, "operations", (2,))
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_microbatches_without_padding_beside_one_with_some(ranks: list[int]) -> None:
+    """As in eager mode, a mask of ones is left out, and the other one is not."""
+    model = MODELS["distilbert"]
+    assert_same_bits(
+        model.make,
+        batches_by(model.batch),
+        num_workers=2,
+        place=lambda network: network.place("MS_WORKER", ranks),
+        make_optimizer=adamw,
+        microbatches=2,
+    )
