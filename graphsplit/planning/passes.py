@@ -169,13 +169,17 @@ def make_plan(
     lanes = lanes_of(replicas.values(), part.parts, num_parts)
     rules = replace(rules, in_lanes=len(lanes) > 1)
     plans: list[PartitionPlan] = []
-    modules: list[Mapping[str, Annotation]] = []
-    for lane in lanes:
-        its_rules = in_lane(rules, lane.start, num_parts)
-        home = plans[0].home if plans else None
-        plans.append(_partitioned(graph, task, its_rules, part, home))
-        modules.append(its_rules.modules)
-        rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
+    torn: list[frozenset[str]] = [frozenset()]
+    while not plans or len({*torn}) > 1:  # lanes run the same operations
+        also, plans, torn = torn[0].union(*torn), [], []
+        for lane in lanes:
+            home = plans[0].home if plans else None
+            its_rules = in_lane(rules, lane.start, num_parts)
+            plan, found = _partitioned(graph, task, its_rules, part, home, also)
+            plans.append(plan)
+            torn.append(found)
+            rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
+    modules = [in_lane(rules, lane.start, num_parts).modules for lane in lanes]
     plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
     plan = with_chains(borrowed_together(plan), modules)
     if together > 1 and is_evaluated_apart(graph):
@@ -213,11 +217,16 @@ def _with_blocks(plan: PartitionPlan, task: Task, part: StepPart) -> PartitionPl
 
 
 def _partitioned(
-    graph: CapturedGraph, task: Task, rules: PlacementRules, part: StepPart, home: int | None
-) -> PartitionPlan:
-    """The plan of microbatches that run alike, verified."""
+    graph: CapturedGraph,
+    task: Task,
+    rules: PlacementRules,
+    part: StepPart,
+    home: int | None,
+    also: frozenset[str],
+) -> tuple[PartitionPlan, frozenset[str]]:
+    """The plan of microbatches that run alike, verified, and the memories that have versions."""
     opened = take_branches_apart(graph, branches_to_open(graph, rules))
-    placed = keep_memory_together(with_known_results(resolve(opened, rules)))
+    placed, torn = keep_memory_together(with_known_results(resolve(opened, rules)), also)
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
     refuse_draws_on_devices(placed)
     plan = partition(placed, is_microbatched=part.is_microbatched, home=home)
@@ -226,7 +235,7 @@ def _partitioned(
     if task.compiler is None:  # it decides what to keep, and makes backward one piece
         plan = with_splits(with_recomputation(plan, task.recompute))
     verify(plan)
-    return plan
+    return plan, torn
 
 
 def _owners_in(placed: PlacedGraph) -> dict[str, int]:

@@ -25,27 +25,34 @@ from graphsplit.torch_ext.private import OpOverload
 _MAX_CUTS = 5
 
 
-def keep_memory_together(placed: PlacedGraph) -> PlacedGraph:
+def keep_memory_together(
+    placed: PlacedGraph, also: frozenset[str] = frozenset()
+) -> tuple[PlacedGraph, frozenset[str]]:
     """Make the modified memories functional that a placement tears apart.
+
+    Args:
+        placed: A graph with its placement.
+        also: Further memories to make functional, as the placement of another lane tears them.
 
     Returns:
         A graph in which every modified memory lies in one segment, or, if it is a parameter or a
-        buffer, on the worker that owns it; the same graph if it is like that already.
+        buffer, on the worker that owns it; the same graph if it is like that already. And which
+        memories were made functional.
 
     Raises:
         PlacementError: An operation writes to such a memory in a way that allows no copy.
     """
     if not any(node.shares_modified for node in placed.graph.nodes):
-        return placed
-    functional: frozenset[str] = frozenset()
-    current = placed
+        return placed, also
+    functional = also
+    current = _with_versions(placed, functional) if functional else placed
     for cuts_left in reversed(range(_MAX_CUTS)):
         torn = _torn_memories(current, all_values=not cuts_left) - functional
         if not torn:
             break
         functional |= torn
         current = _with_versions(placed, functional)
-    return current
+    return current, functional
 
 
 def _with_versions(placed: PlacedGraph, memories: frozenset[str]) -> PlacedGraph:

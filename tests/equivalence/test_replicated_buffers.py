@@ -254,9 +254,21 @@ class WrittenThroughAView(Twice):
         return self.norm(made)
 
 
-def test_a_write_before_a_norm_stays_where_it_is() -> None:
+class WrittenBeforeTheFirstParameter(WrittenThroughAView):
+    """Each lane borrows other parameters, and so has other segments around the writes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x * 1.0
+        pairs = torch.view_as_complex(made.view(-1, 2))
+        made.add_(1)
+        pairs.mul_(1j)
+        return self.one(self.norm(made))
+
+
+@pytest.mark.parametrize("make", [WrittenThroughAView, WrittenBeforeTheFirstParameter])
+def test_a_write_before_a_norm_stays_where_it_is(make: Any) -> None:
     assert_same_bits(
-        WrittenThroughAView,
+        make,
         [(torch.randn(8, 6), torch.randn(8))],
         num_workers=2,
         loss_fn=rows_against_target,

@@ -67,7 +67,7 @@ def buffer_used_on_its_worker_only(net: Runs, x: torch.Tensor) -> torch.Tensor:
 )
 def test_memory_that_lies_together_is_left_alone(function: Any) -> None:
     before = placed_by_blocks(function)
-    assert keep_memory_together(before) is before
+    assert keep_memory_together(before)[0] is before
 
 
 def written_on_two_workers(net: Runs, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def written_on_two_workers(net: Runs, x: torch.Tensor) -> torch.Tensor:
 
 def test_only_what_is_torn_gets_versions() -> None:
     before = placed_by_blocks(written_on_two_workers)
-    after = keep_memory_together(before)
+    after = keep_memory_together(before)[0]
     found = [node.target for node in after.graph.nodes if "copy" in node.target]
     assert found.count("write_to_copy[aten.copy_.default]") == 2
     assert found.count("aten.copy_.default") == 1
@@ -101,14 +101,14 @@ def test_work_elsewhere_between_two_writes_tears_memory() -> None:
             y[:, 1] = z[:, 1]
             return y.sum()
 
-    after = keep_memory_together(placed_by_blocks(function))
+    after = keep_memory_together(placed_by_blocks(function))[0]
     assert not any(node.shares_modified for node in after.graph.nodes)
     verify(partition(after))
 
 
 def test_operations_stay_where_they_were_placed() -> None:
     before = placed_by_blocks(written_on_two_workers)
-    after = keep_memory_together(before)
+    after = keep_memory_together(before)[0]
     workers = dict(zip((n.name for n in after.graph.nodes), after.workers, strict=True))
     for node, worker in zip(before.graph.nodes, before.workers, strict=True):
         assert workers.get(node.name, worker) == worker
@@ -123,7 +123,7 @@ def test_versions_of_a_buffer_go_back_to_its_owner() -> None:
             net.buffer.add_(1)
         return y.sum()
 
-    after = keep_memory_together(placed_by_blocks(function))
+    after = keep_memory_together(placed_by_blocks(function))[0]
     workers = dict(zip((n.target for n in after.graph.nodes), after.workers, strict=True))
     assert workers["write_to_copy[aten.add_.Tensor]"] == 2
     assert workers["keep_version"] == workers["buffer"] == 0
@@ -135,15 +135,15 @@ def test_a_modified_buffer_that_all_workers_are_handed_gets_versions() -> None:
         return net.buffer
 
     alone = placed_by_blocks(function, num_workers=1, mode=Mode.PREDICT)
-    assert keep_memory_together(alone) is alone
-    shared = keep_memory_together(placed_by_blocks(function, mode=Mode.PREDICT))
+    assert keep_memory_together(alone)[0] is alone
+    shared = keep_memory_together(placed_by_blocks(function, mode=Mode.PREDICT))[0]
     (output,) = shared.graph.outputs
     assert output.node is not None
     assert shared.graph.nodes[output.node].target == "write_to_copy[aten.add_.Tensor]"
 
 
 def test_equal_graphs_give_equal_graphs() -> None:
-    first = keep_memory_together(placed_by_blocks(written_on_two_workers))
-    second = keep_memory_together(placed_by_blocks(written_on_two_workers))
+    first = keep_memory_together(placed_by_blocks(written_on_two_workers))[0]
+    second = keep_memory_together(placed_by_blocks(written_on_two_workers))[0]
     assert first.graph.describe() == second.graph.describe()
     assert (first.workers, first.reasons) == (second.workers, second.reasons)
