@@ -1,14 +1,16 @@
 """A step of data parallelism on two workers, against DistributedDataParallel on Gloo.
 
     python benchmarks/bench_replicas.py [--rounds 9] [--steps 4] [--launches 3] [--parts 8 2]
-        [--network gpt resnet] [--order pairs left] [--cable 1gbit] [--json FILE]
+        [--network gpt resnet] [--order pairs left] [--cable 1000] [--json FILE]
 
 The same two processes hold both networks, made from one seed, and train them on the same batches in
 turn. A batch has 16 rows in 8 parts, or in 2. ``net.place([0, 1])`` gives each worker half of the
 parts; DistributedDataParallel gets the same parts, all but the last of each process inside
 ``no_sync``. Both have SGD with momentum.
 
-With ``--cable`` the workers are on two hosts, as in ``bench_hosts.py`` (as root).
+With ``--cable`` the workers are on two hosts, as in ``bench_hosts.py`` (as root). A second row then
+tells how much of the exchange is not hidden: what the worker that waits most waits in a step, and
+the seconds that a worker's bytes take on the cable, less the backward of its last part.
 
 Ours is compared with the plain loop over all parts, after the first epoch, byte by byte.
 DistributedDataParallel adds in another order, so its bits are its own.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
@@ -27,9 +30,11 @@ import torch.distributed as dist
 from bench_hosts import on_cable
 from common import Row, parser
 from common_cluster import (
+    Report,
     agreed,
     breakdown,
     free_port,
+    latest_plan,
     launch,
     report,
     row_of,
@@ -43,6 +48,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import graphsplit as gs
+from graphsplit.program.instruction import Opcode
 
 OURS, DDP = "graphsplit", "DistributedDataParallel"
 NUM_WORKERS = 2
@@ -110,7 +116,39 @@ def work(arguments: argparse.Namespace) -> None:
     sides = {OURS: lambda: model.train(1, batches), DDP: lambda: peer.train(batches)}
     turns = take_turns(sides, rounds=arguments.rounds, steps=arguments.steps)
     dist.destroy_process_group()
-    report({"turns": turns, "bits": agreed([same]), "breakdown": breakdown(model, batches)})
+    found = {"turns": turns, "bits": agreed([same]), "breakdown": breakdown(model, batches)}
+    report(found | {"bytes": _sent_per_step(model, rank)})
+
+
+def _sent_per_step(model: gs.Model, rank: int) -> int:
+    """The bytes that a worker sends in a step, by its program."""
+    planned = latest_plan(model)
+    edges, program = planned.plan.edges, planned.programs[rank]
+    sent = (i.operand for i in program.instructions if i.opcode is Opcode.SEND)
+    return sum(edges[number].meta.size_bytes for number in sent)
+
+
+def _exchange(launches: Sequence[Sequence[Report]], rate: str, parts: int, work: str) -> Row:
+    """How much of the exchange the workers wait for, in milliseconds a step."""
+    waits, bounds = [], []
+    for reports in launches:
+        took = [one["breakdown"] for one in reports]
+        waits.append(max(one["RECEIVE"] + one.get("SEND", 0.0) for one in took))
+        last = min(one["BACKWARD"] for one in took) * NUM_WORKERS / parts
+        sending = max(one["bytes"] for one in reports) * 8e3 / (float(rate) * 1e6)
+        bounds.append(max(0.0, sending - last))
+    bound = statistics.median(bounds)
+    return Row(
+        work=f"{work}: exchange that is not hidden",
+        against="bytes / bandwidth - backward of the last part",
+        figure="ms of a step that a worker waits",
+        ratio=statistics.median(waits),
+        spread=(min(waits), max(waits)),
+        reach=1.1 * bound,
+        at_most=True,
+        sides={"bound, ms": {"median": bound}},
+        notes="RECEIVE holds what the other worker computes longer, too",
+    )
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -124,13 +162,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
             else launch(__file__, NUM_WORKERS, arguments, **changed)
             for _ in range(arguments.launches)
         ]
-        what = CASES[f"{name}-replicas"].title
-        yield row_of(
-            f"{what}, on 2 replicas, {parts} parts, {order}"
-            + (f", a cable of {arguments.cable}" if arguments.cable else ""),
-            *(launches, OURS, DDP),
-            reach=1.0 if order == "pairs" else None,
-        )
+        what = f"{CASES[f'{name}-replicas'].title}, on 2 replicas, {parts} parts, {order}"
+        what += f", a cable of {arguments.cable} Mbit/s" if arguments.cable else ""
+        reach = 1.0 if order == "pairs" else None
+        yield row_of(what, launches, OURS, DDP, reach=reach)
+        if arguments.cable and order == "pairs":
+            yield _exchange(launches, arguments.cable, parts, what)
 
 
 def main() -> None:
@@ -142,7 +179,7 @@ def main() -> None:
     )
     options.add_argument("--parts", type=int, nargs="+", default=[8, 2])
     options.add_argument("--order", nargs="+", choices=("pairs", "left"), default=["pairs", "left"])
-    options.add_argument("--cable", help="what joins two hosts, as 1gbit: see bench_hosts.py")
+    options.add_argument("--cable", help="Mbit/s between two hosts: see bench_hosts.py")
     options.add_argument("--address", default="127.0.0.1", help=argparse.SUPPRESS)
     options.add_argument("--port", type=int, help=argparse.SUPPRESS)
     run(options, work, rows)

@@ -33,6 +33,7 @@ from common import (
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.runtime.runner import ProgramRunner
 
 COMPUTE = ("FORWARD", "BACKWARD", "WEIGHT", "ACCUMULATE", "OPTIMIZER")
@@ -178,12 +179,17 @@ def breakdown(model: gs.Model, batches: Sequence[Any]) -> dict[str, float]:
     return {kind: seconds * 1e3 / len(batches) for kind, seconds in spent.items()}
 
 
-def latest_runner(model: gs.Model) -> ProgramRunner:
-    """The runner of the train program that this worker planned last."""
-    planned = model._engine.planner.latest(Mode.TRAIN)  # type: ignore[union-attr]
+def latest_plan(model: gs.Model) -> ReadyPlan:
+    """The plan of training that this worker made last."""
+    planned: ReadyPlan | None = model._engine.planner.latest(Mode.TRAIN)  # type: ignore[union-attr]
     if planned is None:
         raise SystemExit("nothing has been planned yet")
-    return planned.runner
+    return planned
+
+
+def latest_runner(model: gs.Model) -> ProgramRunner:
+    """The runner of the train program that this worker planned last."""
+    return latest_plan(model).runner
 
 
 def watch(model: gs.Model, spent: Counter[str], clock: Callable[[], float]) -> ProgramRunner:

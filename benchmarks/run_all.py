@@ -24,7 +24,7 @@ DEFAULT = HERE / "results" / "local" / "all.json"
 TABLE = (
     *("bench_pipeline", "bench_steps", "bench_lenet_step", "bench_hop", "bench_tls"),
     *("bench_memory", "bench_planning", "bench_prediction", "bench_startup"),
-    *("bench_own_loop", "bench_replicas"),
+    *("bench_own_loop", "bench_replicas", "bench_slow_piece"),
 )
 # Growth with size, and memory, hardly differ from round to round, and take their time.
 FEWER_ROUNDS = {"bench_planning": 1, "bench_memory": 3, "bench_tls": 3}
