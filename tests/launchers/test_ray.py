@@ -188,6 +188,30 @@ def test_a_node_that_is_lost_is_named(cluster: Any, folder: Path, tmp_path: Path
     assert_only_the_cluster_is_left(folder)
 
 
+def test_the_worker_of_a_node_that_is_lost_goes_on_on_another_one(
+    cluster: Any, folder: Path, tmp_path: Path
+) -> None:
+    """Ray finds another node for the worker's bundle; the job's bits are those of one process."""
+    steps = {"STEPS": "1500"}
+    learned = learned_alone(tmp_path, **steps)
+    fourth = cluster.add_node(num_cpus=1, resources={"fourth": 1})
+    path = tmp_path / "resources.yaml"
+    path.write_text("0: {first: 1}\n1: {fourth: 1}\n")
+    given = ("-n", "2", "--resources", str(path), "--env", "STEPS", "--restarts", "1")
+    own = {"GS_RECOVERY": "wait_rejoin", "GS_SNAPSHOT_EVERY": "20", "MS_NODE_TIMEOUT": "10"}
+    with running(cluster, folder, *given, **own, **steps) as job:
+        pids_of_workers(job.stdout, count=2)
+        other = cluster.add_node(num_cpus=1, resources={"fourth": 1})
+        cluster.remove_node(fourth, allow_graceful=False)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    cluster.remove_node(other)
+    assert job.returncode == 0, output
+    lost = r"^graphsplit: worker 1 was lost with its host .*; starting it again \(0 restarts left\)"
+    assert re.search(lost, output, re.MULTILINE), output
+    assert output.count(learned) == 2, output
+    assert_only_the_cluster_is_left(folder)
+
+
 def output_of(folder: Path, *command: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, *command],

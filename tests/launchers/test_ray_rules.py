@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from graphsplit.cli.commands import main
+from graphsplit.cli.ray import run as run_module
 from graphsplit.cli.ray.resources import read_resources
+from graphsplit.cli.ray.run import RayActors
 
 SCRIPT = str(Path(__file__).with_name("lenet_job.py"))
 
@@ -85,3 +89,45 @@ def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, ["run", "--ray", "-n", "2", SCRIPT])
     assert result.exit_code == 1
     assert "Ray is not installed here\n  Fix: pip install 'graphsplit[ray]'" in result.output
+
+
+class _RayOfALostNode:
+    """Ray before it knows that a node is lost: the first actors that it starts die there."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def __init__(self, dying: int) -> None:
+        self.dying, self.killed = dying, list[object]()
+
+    def get(self, _: object, timeout: float) -> None:
+        assert timeout > 0
+        self.dying -= 1
+        if self.dying >= 0:
+            raise self.exceptions.RayError("The actor died unexpectedly")
+
+    def kill(self, handle: object) -> None:
+        self.killed.append(handle)
+
+
+@pytest.mark.parametrize("limit_s", [60.0, 0.0])
+def test_an_actor_that_ray_starts_on_a_lost_node_is_started_again(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "_TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(run_module, "PLACE_WITHIN_S", limit_s)
+    ray, made = _RayOfALostNode(2), list[SimpleNamespace]()
+
+    def start(rank: int) -> SimpleNamespace:
+        made.append(SimpleNamespace(__ray_ready__=MagicMock()))
+        return made[-1]
+
+    first = SimpleNamespace()
+    actors = RayActors(ray, start, [SimpleNamespace(), first], ())
+    if limit_s:
+        assert actors._another(1) is made[2] is actors.handles[1]
+        assert ray.killed == [first, *made[:2]]
+    else:
+        with pytest.raises(ray.exceptions.RayError, match="died unexpectedly"):
+            actors._another(1)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 _READ_BYTES = 1 << 16
@@ -17,25 +17,28 @@ class RayClient:
 
     Args:
         ray: The library.
-        actor: A handle of an ``AgentActor``.
+        find: Gives a handle of an ``AgentActor``; may wait for it.
         where: The actor, for people.
     """
 
     what = "actor"
 
-    def __init__(self, ray: Any, actor: Any, where: str) -> None:
-        self._ray, self._actor, self._where = ray, actor, where
+    def __init__(self, ray: Any, find: Callable[[], Any], where: str) -> None:
+        self._ray, self._find, self._where = ray, find, where
+        self._actor: Any = None
         (orders, to), (out, answers), (err, words) = (os.pipe() for _ in range(3))
         self.stdin: IO[bytes] | None = os.fdopen(to, "wb", 0)
         self.stdout: IO[bytes] | None = os.fdopen(out, "rb", 0)
         self.stderr: IO[bytes] | None = os.fdopen(err, "rb", 0)
         self._ended = threading.Event()
-        for carry, files in ((self._send, (orders,)), (self._receive, (answers, words))):
-            threading.Thread(target=carry, args=files, name="graphsplit-ray", daemon=True).start()
+        self._begin(self._carry, orders, answers, words)
+
+    def _begin(self, carry: Callable[..., None], *files: int) -> None:
+        threading.Thread(target=carry, args=files, name="graphsplit-ray", daemon=True).start()
 
     def kill(self) -> None:
         """See ``AgentClient``. Who has ended by itself may still be asked."""
-        if not self._ended.is_set():
+        if not self._ended.is_set() and self._actor is not None:
             with contextlib.suppress(Exception):  # Ray may have gone by itself
                 self._ray.kill(self._actor)
 
@@ -52,6 +55,19 @@ class RayClient:
             f"{self._where}: its agent did not start ({last})\n"
             f"  Fix: install the same graphsplit on every node of the cluster"
         )
+
+    def _carry(self, orders: int, answers: int, words: int) -> None:
+        try:
+            self._actor = self._find()
+        except Exception as error:  # Ray's own, or it has gone: there will be no actor
+            for number in (orders, answers):
+                os.close(number)
+            with os.fdopen(words, "wb", 0) as err, contextlib.suppress(BrokenPipeError):
+                _write(err, _first_line(error))
+            self._ended.set()
+            return
+        self._begin(self._send, orders)
+        self._receive(answers, words)
 
     def _send(self, orders: int) -> None:
         with os.fdopen(orders, "rb", 0) as file, contextlib.suppress(Exception):
@@ -70,8 +86,12 @@ class RayClient:
                     _write(out, said[0])
                     _write(err, said[1])
             except self._ray.exceptions.RayError as error:  # the actor or its node is gone
-                _write(err, f"{str(error).strip().splitlines()[0]}\n".encode())
+                _write(err, _first_line(error))
         self._ended.set()
+
+
+def _first_line(error: Exception) -> bytes:
+    return f"{str(error).strip().partition(chr(10))[0]}\n".encode()
 
 
 def _write(file: IO[bytes], data: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from graphsplit.cli.ssh.options import RemoteJob
 from graphsplit.cli.ssh.run import JobStart, supervise_hosts, told_to_the_user
 
 PLACE_WITHIN_S = 60.0
+_TRY_AGAIN_S = 1.0
 _CALLS = 4  # of one actor at a time: one waits for its words, others bring it orders
 
 
@@ -49,15 +51,27 @@ class RayActors:
 
     def client(self, name: str) -> RayClient:
         """The way to the agent of one."""
-        return RayClient(self.ray, self.handles[self._rank(name)], f"actor {name}")
+        return RayClient(self.ray, lambda: self.handles[self._rank(name)], f"actor {name}")
 
     def client_of_another(self, name: str) -> RayClient:
         """The way to the agent of one more actor, in the place of one that is lost."""
-        rank = self._rank(name)
-        with contextlib.suppress(Exception):  # Ray may know that it has gone
-            self.ray.kill(self.handles[rank])  # its agent may have gone alone
-        self.handles[rank] = self.start(rank)
-        return self.client(name)
+        return RayClient(self.ray, lambda: self._another(self._rank(name)), f"actor {name}")
+
+    def _another(self, rank: int) -> Any:
+        """An actor that is there. Ray still starts some on a node that has been lost just now."""
+        until_s = time.monotonic() + PLACE_WITHIN_S
+        while True:
+            with contextlib.suppress(Exception):  # Ray may know that it has gone
+                self.ray.kill(self.handles[rank])  # its agent may have gone alone
+            self.handles[rank] = self.start(rank)
+            left_s = max(1.0, until_s - time.monotonic())
+            try:
+                self.ray.get(self.handles[rank].__ray_ready__.remote(), timeout=left_s)
+                return self.handles[rank]
+            except self.ray.exceptions.RayError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(_TRY_AGAIN_S)
 
     def _rank(self, name: str) -> int:
         return [host.name for host in self.hosts].index(name)
