@@ -14,18 +14,19 @@ import torch
 
 from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.distribute.calls import Call, steps_behind
-from graphsplit.distribute.forms import Following, casting_dtype
+from graphsplit.distribute.following.casts import casting_dtype
+from graphsplit.distribute.following.forms import Following
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
 from graphsplit.distribute.workers.asking import numbers_behind, tell
-from graphsplit.distribute.workers.loop import Loop
+from graphsplit.distribute.workers.loop import Loop, shape_of
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.parameter_hooks import HookState, draws, hooks_of, line_of, state_of
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
 from graphsplit.torch_ext.attributes import GRADIENT_HOOKS, sequence_number
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, run_backward
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,7 +145,9 @@ class _Wanted:
         for call in calls:
             call.state.totals = totals if is_added_up else None
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
-        loop.is_followed = any(output.home != loop.rank for output in self.outputs)
+        loop.is_followed = any(output.home != loop.rank for output in self.outputs) and not all(
+            map(_needs_no_following, steps)
+        )
         with loop.job.reporting(), leaving_state(loop):
             loop.add_up(totals)
             try:
@@ -165,7 +168,10 @@ class _Wanted:
             held = [output.held for output in self.outputs]
             if self.inputs is not None:
                 return self._to_inputs(held, given, steps)
-            torch.autograd.backward(held, given, retain_graph=self.retain)
+            if _is_single_number(held) and given == [None]:
+                run_backward(tuple(held), (_one_as(held[0]),), self.retain, False, (), True, True)
+            else:
+                torch.autograd.backward(held, given, retain_graph=self.retain)
             return []
 
     @cached_property
@@ -237,6 +243,16 @@ class _Wanted:
         return results
 
 
+def _is_single_number(held: Sequence[torch.Tensor]) -> bool:
+    """Whether backward begins at one number, for which torch has nothing to check."""
+    return len(held) == 1 and not held[0].dim() and held[0].is_floating_point()
+
+
+def _one_as(number: torch.Tensor) -> torch.Tensor:
+    """Its gradient. Without memory torch makes that in Python."""
+    return shape_of(number) if number.is_meta else torch.ones_like(number)
+
+
 def _total(parameter: torch.Tensor, known: InLoop, totals: dict[int, torch.Tensor]) -> LoopValue:
     held = totals.get(id(parameter), known.shape)
     return LoopValue.of(held, known.owner, known.loop, known.loop.taken.next())
@@ -300,6 +316,16 @@ def _is_used_later(source: Any, step: Any, steps: Sequence[Any]) -> bool:
 def _is_gathering(step: Any) -> bool:
     """Whether what an operation gives back for one operand comes together here, before the rest."""
     return hasattr(step, "graphsplit_way") or hasattr(step, "graphsplit_read")
+
+
+def _needs_no_following(step: Any) -> bool:
+    """Whether backward of a step runs no operation of the script."""
+    return (
+        hasattr(step, "graphsplit_one_step")
+        or hasattr(step, "graphsplit_call")
+        or hasattr(step, "variable")
+        or _is_gathering(step)
+    )
 
 
 def _refuse_later_uses(steps: Sequence[Any], split: Sequence[Any]) -> None:

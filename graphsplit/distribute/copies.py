@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphsplit.distribute.forms import written
+from graphsplit.distribute.following.operands import written
 from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import base_of, storage_of
 from graphsplit.torch_ext.private import (

@@ -20,11 +20,12 @@ from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.copies import as_copies, check_current, make_copies, others_of
-from graphsplit.distribute.forms import casting_dtype
+from graphsplit.distribute.following.casts import casting_dtype
+from graphsplit.distribute.following.operands import taken_apart
 from graphsplit.distribute.parameters import Gradients, mark_of
 from graphsplit.distribute.states import state_of
 from graphsplit.distribute.steps import install
-from graphsplit.distribute.values import LoopValue, as_value, taken_apart
+from graphsplit.distribute.values import LoopValue, as_value
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, OwnershipError, StoppedInOrder
 from graphsplit.feeding.loader_checks import watch_loaders
@@ -181,7 +182,7 @@ class Distributed:
 
     def _call(self, arguments: Arguments) -> Any:
         dtype = casting_dtype()
-        originals, together = taken_apart(*arguments)
+        originals, together, _ = taken_apart(*arguments)
         plain = [_plain(one) for one in originals]
         given = together(plain)
         with self._as_itself():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import Function
 
 from graphsplit.cluster.wire.messages import ASKING
-from graphsplit.distribute.forms import refuse_cached_cast
+from graphsplit.distribute.following.casts import refuse_cached_cast
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop, empty_as
@@ -30,7 +30,12 @@ from graphsplit.optimizers.ownership import (
 )
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.torch_ext.attributes import writes_of
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
+from graphsplit.torch_ext.private import (
+    DisableTorchFunctionSubclass,
+    TensorBase,
+    are_subclasses_asked,
+    pytree,
+)
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
 
 _KEY = "_graphsplit_in_loop"
@@ -147,7 +152,7 @@ def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if func in _OF_GRADIENT:
         own: InLoop | None = getattr(args[0], _KEY, None)
         if own is None or not own.loop.job.depth:
-            return _gradient(func, own, args, sys._getframe(2).f_code in ZERO_GRADS)
+            return _gradient(func, own, args, is_zeroed=False)
     if func not in StandIn.harmless:
         known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
         if not known.loop.job.depth:
@@ -157,6 +162,24 @@ def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 leaf.need_value(getattr(func, "__name__", str(func)))
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _get_gradient(parameter: torch.Tensor) -> Any:
+    """``p.grad``, as the script sees it: asked of every parameter in each step."""
+    known: InLoop | None = vars(parameter).get(_KEY)
+    if known is None or known.loop.job.depth or not are_subclasses_asked():
+        return GET_GRADIENT(parameter)
+    is_zeroed = sys._getframe(1).f_code in ZERO_GRADS
+    return _gradient(GET_GRADIENT, known, (parameter,), is_zeroed=is_zeroed)
+
+
+def _set_gradient(parameter: torch.Tensor, *given: Any) -> None:
+    func = _SET_GRADIENT if given else _DELETE_GRADIENT
+    known: InLoop | None = vars(parameter).get(_KEY)
+    if known is None or known.loop.job.depth or not are_subclasses_asked():
+        func(parameter, *given)
+    else:
+        _gradient(func, known, (parameter, *given), is_zeroed=False)
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +213,7 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
     known.loop.num_writes += 1
 
 
-def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], is_zeroed: bool) -> Any:
+def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], *, is_zeroed: bool) -> Any:
     parameter = args[0]
     if known is None:  # a plain tensor is given a parameter for its gradient
         raise ConfigurationError(
@@ -215,6 +238,7 @@ class _Answers(torch.Tensor):
     """The answers of every tensor in a loop: to functions of torch, and to other methods."""
 
     as_loop_value = _value_of
+    grad = property(_get_gradient, _set_gradient, _set_gradient)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self._everywhere())

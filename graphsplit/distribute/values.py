@@ -15,14 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphsplit.distribute.forms import (
-    Following,
-    casting_dtype,
-    follow_casts,
-    refuse_cached_cast,
-    shape_after,
-    written,
-)
+from graphsplit.distribute.following.casts import casting_dtype, refuse_cached_cast
+from graphsplit.distribute.following.one_step import shape_after
+from graphsplit.distribute.following.operands import from_last, taken_apart, written
+from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow
 from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
 from graphsplit.errors import ConfigurationError
@@ -47,7 +43,6 @@ _SHAPED_BY_VALUES = frozenset(
 )
 # Operations that torch cannot follow on shapes.
 _UNFOLLOWED = frozenset(("corrcoef", "cov", "ctc_loss", "gaussian_nll_loss", "ormqr"))
-_PLAIN = frozenset({type(None), bool, int, float})  # what no operation makes anything else of
 _MASKS = (torch.bool, torch.uint8)
 _BY_BRACKETS = frozenset({"__getitem__", "__setitem__"})
 _INDEXING = _BY_BRACKETS | {"index_put", "index_put_"}
@@ -268,31 +263,34 @@ def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _refuse_written_leaf(name, args, kwargs)
+    _refuse_written_leaf(written(name, args, kwargs))
     args = _with_told_indices(name, args)
-    given, together = taken_apart(args, kwargs)
-    found = _from_last(as_value, given)
+    given, together, is_flat = taken_apart(args, kwargs)
+    found = from_last(as_value, given)
     args, kwargs = together(found)
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
     if not values:  # an ordinary tensor, indexed by a value
         return func(*args, **kwargs)
+    loop, targets = values[0].loop, written(name, args, kwargs)
     if name in _UNFOLLOWED:
-        home = _home(name, args, kwargs, values)
-        return _followed_by_values(func, name, home, found, together)
-    if _needs_values(name, args, kwargs):
-        shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
+        return _followed_by_values(func, name, _home(name, targets, values), found, together)
+    if _needs_values(name, args, targets):
+        shared = from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
         args, kwargs = together(shared)
-        loop = values[0].loop
         loop.taken.note(name, (), [value.mark for value in values])
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
-    loop, home = values[0].loop, _home(name, args, kwargs, values)
-    is_here = loop.rank == home
+    home = _home(name, targets, values)
     taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
-    if not is_here and name in _INDEXING:  # how many elements a mask takes is not seen in shapes
+    if loop.rank != home and name in _INDEXING:  # how many a mask takes is not seen in shapes
         args = (args[0], _as_positions(name, args[1]), *args[2:])
-        found, together = given, _ = taken_apart(args, kwargs)
-    inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
-    its_args, its_kwargs = together(inside)
+        given, together, is_flat = taken_apart(args, kwargs)
+        found = given
+    key = None
+    if is_flat and casting_dtype() is None:
+        looks = [leaf.held if isinstance(leaf, LoopValue) else leaf for leaf in found]
+        key = key_of((func, loop.rank == home, len(args), *kwargs), looks)
+    as_it_is = loop.rank == home or is_known(key)
+    inside = from_last(lambda leaf: _operand(leaf, home, loop, name, as_it_is=as_it_is), found)
     find = None if kwargs else follow(func, name, args)
     if find is None:
         loop.taken.note(name, taken, [value.mark for value in values])
@@ -300,20 +298,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     else:  # one worker may do it alone, as to print
         mark = zlib.crc32(repr((name, [value.mark for value in values], taken)).encode())
         number = mark
-    following = Following(has_values=is_here)
-    try:
-        with DisableTorchFunctionSubclass(), following:
-            result = None
-            casts = casting_dtype() is not None and not written(name, args, kwargs)
-            if casts and not is_here:
-                result = follow_casts(func, inside, together)
-            if result is None:
-                result = func(*its_args, **its_kwargs)
-    except RuntimeError as error:
-        if is_here or not (isinstance(error, NotImplementedError) or "meta tensor" in str(error)):
-            raise
-        raise _cannot_follow(name, error) from error
-    if following.draws:
+    result, draws = run_or_follow(func, name, inside, together, key, is_here=loop.rank == home)
+    if draws:
         _take_generator(loop, home)
     known = {
         id(value.held): leaf
@@ -334,11 +320,11 @@ def _followed_by_values(
     """Run an operation on its worker; the others run it on copies, to see what comes of it."""
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
     loop = values[0].loop
-    copies = _from_last(lambda v: v.everywhere() if isinstance(v, LoopValue) else v, found)
-    inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
+    copies = from_last(lambda v: v.everywhere() if isinstance(v, LoopValue) else v, found)
+    is_here = loop.rank == home
+    inside = from_last(lambda leaf: _operand(leaf, home, loop, name, as_it_is=is_here), found)
     taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
     loop.taken.note(name, taken, [value.mark for value in values])
-    is_here = loop.rank == home
     args, kwargs = together(inside if is_here else copies)
     with DisableTorchFunctionSubclass():
         made = func(*args, **kwargs)
@@ -367,29 +353,6 @@ def _wrapped(
     return value
 
 
-def taken_apart(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves of a call's arguments, and what puts arguments together from others."""
-    flat = [*args, *kwargs.values()]
-    kinds = {*map(type, flat)} - _PLAIN
-    if any(issubclass(kind, tuple) or kind in pytree.SUPPORTED_NODES for kind in kinds):
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        return leaves, partial(pytree.tree_unflatten, treespec=spec)
-
-    def together(found: Sequence[Any]) -> Any:
-        size = len(args)
-        return tuple(found[:size]), dict(zip(kwargs, found[size:], strict=True))
-
-    return flat, together
-
-
-def _from_last(convert: Callable[[Any], Any], operands: Sequence[Any]) -> list[Any]:
-    """Convert operands, the last one first: backward then comes to the first one's step first."""
-    found = [one if type(one) in _PLAIN else convert(one) for one in reversed(operands)]
-    return found[::-1]
-
-
 def as_value(leaf: Any) -> Any:
     """A value for a parameter that lives on one worker; everything else as it is."""
     convert = getattr(type(leaf), "as_loop_value", None)
@@ -404,20 +367,12 @@ def _kept(value: LoopValue, result: Any) -> Any:
     return LoopValue.of(inner, value.home, value.loop, value.loop.taken.next())
 
 
-def _needs_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_values(name: str, args: tuple[Any, ...], targets: Sequence[Any]) -> bool:
     """Whether all workers need the operands: shapes hang on them, or a plain tensor is written."""
     if name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1):
         return True
     return any(
-        isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
-        for leaf in written(name, args, kwargs)
-    )
-
-
-def _cannot_follow(name: str, error: RuntimeError) -> ConfigurationError:
-    return ConfigurationError(
-        f"{name} cannot be followed on workers that do not have its operands: {error}\n"
-        f"  Fix: do it inside the network's forward, or ask for the value first."
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue) for leaf in targets
     )
 
 
@@ -452,42 +407,40 @@ def _as_positions(name: str, indices: Any) -> Any:
     return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
 
 
-def _refuse_written_leaf(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.is_grad_enabled():
-        for leaf in written(name, args, kwargs):
-            if hasattr(type(leaf), "as_loop_value") and leaf.requires_grad:
-                raise RuntimeError(
-                    "a leaf Variable that requires grad is being used in an in-place operation."
-                )
+def _refuse_written_leaf(targets: Sequence[Any]) -> None:
+    for leaf in targets if torch.is_grad_enabled() else ():
+        if hasattr(type(leaf), "as_loop_value") and leaf.requires_grad:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
 
 
-def _home(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[LoopValue]) -> int:
+def _home(name: str, targets: Sequence[Any], values: Sequence[LoopValue]) -> int:
     """The worker that has most of the operands; that of the one that is written to."""
-    homes = {v.home for v in written(name, args, kwargs) if isinstance(v, LoopValue)}
+    homes = {v.home for v in targets if isinstance(v, LoopValue)}
     if len(homes) > 1:
         raise ConfigurationError(
             f"{name} writes to values that live on several workers\n"
             f"  Fix: write to each by itself, in a loop."
         )
-    if homes:
-        return homes.pop()
+    if homes or len(values) == 1:
+        return homes.pop() if homes else values[0].home
     sizes: dict[int, int] = {}
     for value in values:
         sizes[value.home] = sizes.get(value.home, 0) + value.held.nbytes
     return min(sizes, key=lambda home: (-sizes[home], home))
 
 
-def _operand(leaf: Any, home: int, loop: Loop, name: str) -> Any:
+def _operand(leaf: Any, home: int, loop: Loop, name: str, *, as_it_is: bool) -> Any:
     if isinstance(leaf, LoopValue):
         return leaf.at(home)
-    is_here = loop.rank == home
     if isinstance(leaf, torch.Tensor):
         if torch.is_grad_enabled() and leaf.requires_grad:
             if leaf.is_leaf:
                 refuse_cached_cast("a tensor with a gradient")
             return way(loop, None, home, leaf)
-        return leaf if is_here else leaf.to(META)
-    if is_here:
+        return leaf if as_it_is else leaf.to(META)
+    if as_it_is:
         return leaf
     is_device = isinstance(leaf, torch.device) or (name == "to" and leaf == "cpu")
     return META if is_device and torch.device(leaf).type == "cpu" else leaf

@@ -90,7 +90,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         "torch._C",
         "functions of torch without __torch_function__ of stand-ins, and how deep the modes are",
         *("DisableTorchFunction", "DisableTorchFunctionSubclass", "_len_torch_function_stack"),
-        "_disabled_torch_function_impl",
+        *("_disabled_torch_function_impl", "_is_torch_function_enabled"),
     ),
     *_of(
         "torch.Tensor",

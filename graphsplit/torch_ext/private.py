@@ -74,6 +74,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "active_fake_mode",
+    "are_subclasses_asked",
     "are_transforms_active",
     "dict_version",
     "disable_current_modes",
@@ -94,6 +95,7 @@ __all__ = [
     "mode_options",
     "nccl_group",
     "num_dispatch_modes",
+    "num_function_modes",
     "pop_mode",
     "pytree",
     "run_backward",
@@ -107,7 +109,9 @@ _C: Any = torch._C
 
 SingleLevelFunction: Any = _SingleLevelFunction
 num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = _C._len_torch_function_stack
 run_backward: Callable[..., Any] = Variable._execution_engine.run_backward
+are_subclasses_asked: Callable[[], bool] = _C._is_torch_function_enabled
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 # The number of a dictionary's latest write, of all writes to dictionaries; None: Python has none.
 dict_version: Callable[[dict[Any, Any]], int] | None = (

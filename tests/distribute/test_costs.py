@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 import graphsplit as gs
-from graphsplit.distribute import forms as following
+from graphsplit.distribute.following import forms as following
+from graphsplit.distribute.following import run as run_here
 from graphsplit.job import joined
 from graphsplit.planning.planner import Planner
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -208,6 +209,48 @@ def test_forms_of_results_are_found_out_once() -> None:
         assert len(forms) == 24
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "is_known"),
+    [
+        (functional.cross_entropy, (torch.arange(6),), "always"),
+        (torch.mul, (2.0,), "always"),
+        (torch.Tensor.sum, (1,), "always"),
+        (torch.Tensor.argmax, (1,), "always"),
+        (functional.normalize, (), "without gradients"),  # uses its operand twice
+        (torch.Tensor.view, (8, 6), "never"),  # shares memory
+        (torch.Tensor.relu_, (), "never"),
+        (torch.Tensor.sort, (), "never"),  # several results
+        (functional.dropout, (0.5,), "never"),  # draws
+    ],
+)
+def test_an_operation_that_another_worker_runs_is_followed_once(
+    func: Any, args: tuple[Any, ...], is_known: str
+) -> None:
+    def met() -> Any:
+        leaf = torch.empty_strided((8, 6), (1, 8), device="meta", requires_grad=True)
+        operands = [leaf.T * 1, *args]
+        key = run_here.key_of((func, False, len(operands)), operands)
+        is_there = run_here.is_known(key)
+        given = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in operands]
+        found, draws = run_here.run_or_follow(
+            func, func.__name__, given, lambda given: (tuple(given), {}), key, is_here=False
+        )
+        made = found[0] if isinstance(found, tuple) else found
+        gradients: list[torch.Tensor] = []
+        for strides in (made.stride(), (0,) * made.dim()) * made.requires_grad:
+            gradient = torch.empty_strided(made.shape, strides, device="meta")
+            gradients += torch.autograd.grad(made, leaf, gradient, retain_graph=True)
+        forms = [(one.shape, one.stride(), one.dtype, one.device) for one in (made, *gradients)]
+        return is_there, (forms, made.requires_grad, draws)
+
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients):
+            (before, expected), (then, found) = met(), met()
+        assert not before
+        assert then == (is_known == "always" or (is_known != "never" and not has_gradients))
+        assert found == expected
 
 
 def test_a_network_that_nobody_holds_any_more_is_freed_with_its_optimizer() -> None:

@@ -1,0 +1,1 @@
+"""Operations of the script on workers that do not have their values."""
