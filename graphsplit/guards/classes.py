@@ -36,6 +36,7 @@ _BELOW_TORCH = frozenset(
         "typing_extensions",
     )
 )
+HOOKED_METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 _HEAP_TYPE = 1 << 9
 _MARK = "_graphsplit_sees"
 # Classes of Python's own in which users keep values of theirs.
@@ -146,11 +147,12 @@ class HookedClasses:
         """Hook a class, unless a class that it inherits from is; one that is fixed stays so."""
         if _is_hooked(kind):
             return
-        replacements = {
-            "__getattribute__": _reading(kind.__getattribute__, self._hooks),
-            "__setattr__": _writing(kind.__setattr__, self._hooks.write),
-            "__delattr__": _writing(kind.__delattr__, self._hooks.write),
-        }
+        hooks = (
+            _reading(kind.__getattribute__, self._hooks),
+            _writing(kind.__setattr__, self._hooks.write),
+            _writing(kind.__delattr__, self._hooks.write),
+        )
+        replacements = dict(zip(HOOKED_METHODS, hooks, strict=True))
         before = {name: vars(kind).get(name, MISSING) for name in replacements}
         try:
             _set_all(kind, replacements)
@@ -197,6 +199,7 @@ def _reading(original: Any, hooks: Hooks) -> Any:
         if (id(self), name) in seen:
             return original(self, name)
         if _is_kept_when_read(self, name):
+            read(self, name, MISSING)
             write(self, name)
         try:
             value = original(self, name)

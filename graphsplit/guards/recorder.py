@@ -49,11 +49,9 @@ from graphsplit.guards.classes import (
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
 from graphsplit.guards.places import Place, PlaceKind, entry
-from graphsplit.guards.values import (
-    CONTAINERS,
-    MISSING,
-)
+from graphsplit.guards.values import CONTAINERS, MISSING
 from graphsplit.guards.visitor import (
+    WITHOUT_VALUES,
     Noted,
     ValueVisitor,
     is_torchs,
@@ -80,7 +78,6 @@ class ReadRecorder(ValueVisitor):
             anything else that.
 
     Attributes:
-        touched: Every module and object that was read, by the identity of its dictionary.
         by_name: Stands for functions of Python's own.
     """
 
@@ -91,7 +88,6 @@ class ReadRecorder(ValueVisitor):
         is_paused: Callable[[], bool],
         real_of: Callable[[Any], Any],
     ) -> None:
-        self.touched: dict[int, Any] = {}
         self._seen: dict[tuple[int, str], Any] = {}
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
@@ -241,11 +237,11 @@ class ReadRecorder(ValueVisitor):
             self.passes_by = True
             for one, label in list(self.met.values()):
                 self.note_all_of(one, label)
-        new = facts.attributes - self._told
+        special = self.special_of.get(id(code), set())
+        self.special |= special
+        new = (facts.attributes | special) - self._told
         self._told |= new
-        self.names |= new
-        for holder, label in self.named:
-            self.note_named(holder, label, new)
+        self.note_names(new)
 
     def _note_imports(self, facts: CodeFacts, held: dict[str, Any]) -> None:
         for name in facts.imports:
@@ -294,6 +290,7 @@ class ReadRecorder(ValueVisitor):
                 continue
             value, label = held.get(name, MISSING), f"{where}: {name}"
             is_apart = isinstance(value, ModuleType) and not is_watchable_module(value)
+            is_apart |= isinstance(value, WITHOUT_VALUES) and where.startswith("<")  # eval's
             if is_apart or _is_put_there_by_capture(value) or self.by_name.has_put(held, name):
                 continue
             self.note_read(entry(held, name, label, source), items)

@@ -366,6 +366,7 @@ def note_identity(number: int) -> int:
 
 def without_identities(text: str) -> str:
     """A text with no number in it that ``id`` gave to code that was recorded."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return re.sub(r"\d{9,}", lambda n: "an identity" if int(n[0]) in _identities else n[0], text)
 
 
@@ -376,7 +377,7 @@ def shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {list(value.shape)} tensor"
     try:
-        text = without_identities(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
+        text = without_identities(repr(value))
     except Exception:  # a repr of the user's decides nothing
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -23,6 +23,7 @@ from torch import nn
 
 from graphsplit.frames import is_own, where_defined
 from graphsplit.guards.classes import (
+    HOOKED_METHODS,
     HookedClasses,
     is_watchable,
     is_watchable_module,
@@ -99,6 +100,10 @@ class ValueVisitor:
             while torch records, others stand for modules.
         executed: The code that has run, with its globals, by identity.
         names: The attributes that this code uses.
+        special: Names of special methods (``__call__``) whose code has run.
+        special_of: The names of special methods that a piece of code is of.
+        touched: Every module that was read, and every object of the user's classes that was met,
+            by the identity of its dictionary (or its own): their classes count.
         named: Classes, modules and functions whose attributes are noted by name.
         passes_by: Whether code asks objects for attributes past their classes.
     """
@@ -119,6 +124,9 @@ class ValueVisitor:
         }
         self.executed: dict[tuple[int, int], Any] = {}
         self.names: set[str] = set()
+        self.special: set[str] = set()
+        self.special_of: dict[int, set[str]] = {}
+        self.touched: dict[int, Any] = {}
         self.named: list[tuple[Any, str]] = []
         self.functions: dict[int, list[FunctionType]] = {}
         self.met: dict[int, tuple[Any, str]] = {}
@@ -233,6 +241,9 @@ class ValueVisitor:
         for inner in hidden_values(value):
             self.meet(inner, label)
         if is_watchable(type(value)):
+            held = own_dictionary(value)
+            if id(held) not in self.made:
+                self.touched[id(value if held is None else held)] = value
             self.meet_class(type(value))
             self._classes.add(type(value))
             if self.passes_by:
@@ -262,11 +273,25 @@ class ValueVisitor:
         for one in bases:
             if not is_watchable(one) or any(one is known for known, _ in self.named):
                 continue
-            self._name(one, one.__qualname__)
-            for value in list(vars(one).values()):
+            for name, value in list(vars(one).items()):
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(function, FunctionType):
                     self._register(function)
+                    if _is_special(name) and name not in HOOKED_METHODS:
+                        self._add_special(name, function)
+            self._name(one, one.__qualname__)
+
+    def _add_special(self, name: str, function: FunctionType) -> None:
+        self.special_of.setdefault(id(function.__code__), set()).add(name)
+        if (id(function.__code__), id(function.__globals__)) in self.executed:
+            self.special.add(name)
+            self.note_names({name})
+
+    def note_names(self, names: set[str] | frozenset[str]) -> None:
+        """Note the attributes of classes, modules and functions that code may read by names."""
+        self.names |= names
+        for holder, label in self.named:
+            self.note_named(holder, label, names)
 
     def _name(self, holder: Any, label: str) -> None:
         self.named.append((holder, label))
@@ -294,7 +319,8 @@ class ValueVisitor:
             for kind in filter(is_watchable, holder.__mro__[1:]):
                 known |= vars(kind).keys()
         for name in names & known:
-            if name.startswith("__") and name.endswith("__"):
+            is_asked = name in self.special and isinstance(holder, type)
+            if _is_special(name) and not is_asked:
                 continue
             place = named_place(holder, name, f"{label}.{name}")
             self.note(place)
@@ -314,6 +340,10 @@ class ValueVisitor:
         """The path of the module with a dictionary of attributes; None if there is none."""
         known = self.tables.get(id(held))
         return known[1] if known is not None else None
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _is_container(value: Any) -> bool:
