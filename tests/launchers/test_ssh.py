@@ -42,6 +42,7 @@ pytestmark = [
     pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not()),
 ]
 REFUSED_WITHIN_S = 10.0
+NODE_TIMEOUT_S = 15.0
 NOTICED_WITHIN_S = 10.0 + 20.0  # a launcher's shortest patience, and a busy machine
 CAPTURED = {"capture_output": True, "text": True, "check": True, "timeout": 120.0}
 COUNTED_CLIENT = Path(__file__).with_name("counted_client.py")
@@ -442,11 +443,18 @@ def test_hosts_with_networks_of_their_own_train_and_one_that_vanishes_is_named(
         assert job.returncode == 0 and output.count(learned) == 2, output
         assert "listening on 10.118.0.1:" in output and "segments, 2 workers" in output
         assert_nothing_is_left(tmp_path)
-        endless = {"STEPS": "1000000", "MS_NODE_TIMEOUT": "5"}
+        endless = {"STEPS": "1000000", "MS_NODE_TIMEOUT": f"{NODE_TIMEOUT_S:g}"}
         with running(hosts, "--env", "STEPS", namespace=namespaces[0], **endless) as job:
             pids_of_workers(job.stdout, count=2)
             cable = ["ip", "-n", namespaces[1], "link", "set", "eth0", "down"]
             subprocess.run(cable, check=True, timeout=REFUSED_WITHIN_S)
+            cut_s, said = time.monotonic(), ""
+            assert job.stdout is not None
+            while "worker 1" not in said:
+                line = job.stdout.readline()
+                assert line, said
+                said += line
+            assert time.monotonic() - cut_s < NODE_TIMEOUT_S, said
             output, _ = job.communicate(timeout=LIMIT_S)
-        assert job.returncode != 0 and "worker 1" in output.splitlines()[-1], output
+        assert job.returncode != 0 and "worker 1" in (said + output).splitlines()[-1], said + output
         assert_nothing_is_left(tmp_path)
