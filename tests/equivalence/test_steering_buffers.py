@@ -108,6 +108,11 @@ def a_part(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def by_table(net: Any, h: torch.Tensor) -> torch.Tensor:
+    table = torch.linspace(0.5, 2.0, 90).reshape(2, 45)
+    return h * table[0][net.count] + table[1, net.count]
+
+
 COUNT = {"count": torch.tensor(0)}
 CASES: dict[str, tuple[Use, dict[str, torch.Tensor]]] = {
     "unchanged": (below_three, COUNT),
@@ -134,6 +139,7 @@ CASES: dict[str, tuple[Use, dict[str, torch.Tensor]]] = {
     "written through views": (counted(below_three, through_views), COUNT),
     "seen by another name": (an_alias, COUNT),
     "the end of a slice": (a_part, COUNT),
+    "a place in a table": (counted(by_table, add_in_place), COUNT),
     "beside an average": (
         counted(below_three, lambda net: (add_in_place(net), net.mean.add_(net.first.bias.sum()))),
         {**COUNT, "mean": torch.tensor(0.0)},

@@ -47,6 +47,7 @@ _QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "index": operator.index,
 }
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # bool is a mask
 _Key = tuple[int, str]
 
 
@@ -96,12 +97,13 @@ class Steering(TorchCalls):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function of torch; outside of the graph, if all its tensors are known."""
-        args = tuple(self._with_known_ends(value) for value in args)
+        name = _name_of(function)
+        if name in ("getitem", "setitem"):
+            args = (args[0], self._as_index(args[1]), *args[2:])
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         known = [one for tensor in given if (one := self._look(tensor)) is not None]
         if not known:
             return function(*args, **kwargs)
-        name = _name_of(function)
         first = self._look(args[0]) if args else None
         if first is not None and name in _QUESTIONS:
             return self._answer(name, first)
@@ -168,18 +170,16 @@ class Steering(TorchCalls):
         self._note(place, True)
         return place.read()
 
-    def _with_known_ends(self, value: Any) -> Any:
-        """An index with numbers in place of the tensors in its slices, which torch asks for."""
-        if isinstance(value, tuple):
-            return tuple(map(self._with_known_ends, value)) if type(value) is tuple else value
-        if not isinstance(value, slice):
-            return value
-        ends = (value.start, value.stop, value.step)
-        shown = [self._look(end) for end in ends]
-        if not any(shown):
-            return value
-        pairs = zip(ends, shown, strict=True)
-        return slice(*(end if one is None else self._answer("index", one) for end, one in pairs))
+    def _as_index(self, value: Any) -> Any:
+        """An index with numbers in place of the tensors for whose values torch asks."""
+        if type(value) is tuple:
+            return tuple(map(self._as_index, value))
+        if isinstance(value, slice):
+            ends = [(end, self._look(end)) for end in (value.start, value.stop, value.step)]
+            return slice(*(end if one is None else self._answer("index", one) for end, one in ends))
+        one = self._look(value)
+        is_number = one is not None and not one.form.dim() and one.form.dtype in _INTEGERS
+        return self._answer("index", one) if one is not None and is_number else value
 
     def _answer(self, name: str, shown: ShownNumber) -> Any:
         self.asked |= shown.cell.origins
