@@ -238,6 +238,7 @@ class _Answers(torch.Tensor):
     """The answers of every tensor in a loop: to functions of torch, and to other methods."""
 
     as_loop_value = _value_of
+    refuse_as_data_of = LoopValue.refuse_as_data_of
     grad = property(_get_gradient, _set_gradient, _set_gradient)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -35,6 +35,7 @@ from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.update import rules_problems
+from graphsplit.torch_ext.data_attribute import watch_data
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 # With the contexts of the step, the inner one first.
@@ -43,13 +44,14 @@ _networks: weakref.WeakKeyDictionary[nn.Module, Loop] = weakref.WeakKeyDictionar
 
 
 def install(network: nn.Module, loop: Loop) -> None:
-    """Stand around the steps of all optimizers, from now on.
+    """Stand around the steps of all optimizers from now on, and where ``.data`` is set.
 
     Args:
         network: One that is distributed.
         loop: The workers.
     """
     _networks[network] = loop
+    watch_data()
     if before_step not in OWN_HOOKS:
         OWN_HOOKS.extend((before_step, after_step))
         register_optimizer_step_pre_hook(before_step)

@@ -181,6 +181,19 @@ class LoopValue(torch.Tensor):
             self._copies[home] = copy
         return copy[1]
 
+    def refuse_as_data_of(self, tensor: torch.Tensor) -> None:
+        """Refuse ``tensor.data = value`` for a tensor that all workers have.
+
+        Raises:
+            ConfigurationError: It is one.
+        """
+        if not isinstance(tensor, LoopValue) and not hasattr(type(tensor), "as_loop_value"):
+            raise ConfigurationError(
+                "data of a tensor was set to a value that lives on one worker: of a plain tensor, "
+                "or of a network before its first call\n"
+                "  Fix: p.data.copy_(value)."
+            )
+
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from graphsplit.capture.graph import NodeKind
-from graphsplit.errors import ConfigurationError, PlacementError
+from graphsplit.errors import PlacementError
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.placement.resolve import PlacedGraph
 
@@ -30,7 +30,7 @@ def overlapping(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str], ...
             continue
         if tensor.numel() > 0:
             tensors[name] = tensor
-            memory = _memory_of(name, tensor)
+            memory = tensor.untyped_storage().data_ptr()
             by_memory.setdefault(memory, {}).setdefault(id(tensor), name)
     return tuple(
         (first, second)
@@ -38,16 +38,6 @@ def overlapping(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str], ...
         for first, second in itertools.combinations(names.values(), 2)
         if _overlap(tensors[first], tensors[second])
     )
-
-
-def _memory_of(name: str, tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError as error:  # ``p.data = value`` of an own loop, which torch tells nobody
-        raise ConfigurationError(
-            f"{name} has no memory here: before the network's first call its data was set to a "
-            f"value that lives on one worker\n  Fix: p.data.copy_(value)."
-        ) from error
 
 
 def check_overlapping(

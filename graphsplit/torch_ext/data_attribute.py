@@ -80,17 +80,25 @@ class _Data:
         return made
 
     def __set__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        refuse = getattr(type(value), "refuse_as_data_of", None)  # torch asks the tensor alone
+        if refuse is not None:
+            refuse(value, tensor)
         _ATTRIBUTE.__set__(tensor, value)
 
     def __delete__(self, tensor: torch.Tensor) -> None:
         _ATTRIBUTE.__delete__(tensor)
 
 
-def lend_data(tensor: torch.Tensor) -> None:
-    """Note from now on what ``.data`` gives of a tensor."""
+def watch_data() -> None:
+    """Let values say from now on which tensors they may be the data of."""
     kind: Any = torch.Tensor
     if "data" not in vars(kind):
         kind.data = _Data()
+
+
+def lend_data(tensor: torch.Tensor) -> None:
+    """Note from now on what ``.data`` gives of a tensor."""
+    watch_data()
     number = id(tensor)
 
     def forget(reference: Any) -> None:

@@ -160,6 +160,22 @@ def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[A
     yield None
 
 
+def data_of_a_plain_tensor(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A tensor of the script is to share the memory of a parameter, which others have not."""
+    net, held = distribute(small(ranks)), torch.zeros(16, 8)
+    net(torch.randn(6, 8)).sum().backward()
+    held.data = net.first.weight
+    yield held
+
+
+def data_of_a_value(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Likewise, of a value."""
+    net, held = distribute(small(ranks)), torch.zeros(16, 8)
+    net(torch.randn(6, 8)).sum().backward()
+    held.data = net.first.weight.data
+    yield held
+
+
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
@@ -168,6 +184,8 @@ def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[A
         (compiled, "torch.compile around a distributed network"),
         (watched_for_nan, "check_nan=False"),
         (data_of_another_form, "data of a value of (16, 8)"),
+        (data_of_a_plain_tensor, "data of a tensor was set to a value"),
+        (data_of_a_value, "data of a tensor was set to a value"),
         (input_used_beside, "uses an input several times"),
         (written_into_a_tensor, "from an ordinary tensor"),
         (hook_and_penalty, "has a hook"),
@@ -305,7 +323,7 @@ def test_data_of_a_network_that_has_made_no_call_is_no_value() -> None:
             p.data = p.data * 0.9 + value.data * 0.1
         slow(torch.ones(6, 8))
 
-    with pytest.raises(gs.errors.ConfigurationError, match="has no memory here") as caught:
+    with pytest.raises(gs.errors.ConfigurationError, match="before its first call") as caught:
         ThreadCluster(averaging, 2, is_recoverable=False).run()
 
     assert r"Fix: p.data.copy_(value)" in str(caught.value)
