@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import functools
 import random
-from collections import OrderedDict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as entry
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -305,8 +305,67 @@ class Recurrent(nn.Module):
         return made
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """Nothing can be assigned to it; another one takes its place."""
+
+    rate: float = 0.5
+    is_on: bool = True
+    steps: tuple[int, ...] = (1, 2)
+
+
+class Halved:
+    """A descriptor: what is read is made of an attribute."""
+
+    def __get__(self, one: Any, kind: Any = None) -> Any:
+        return self if one is None else one.whole / 2
+
+
+def by_hand() -> Any:
+    """A module that no import knows."""
+    made: Any = ModuleType("changing_by_hand")
+    made.gain, made.unused, made.block = 1.25, 0.0, Slotted()
+    return made
+
+
+class Replaced(nn.Module):
+    """What is replaced whole, derived, or reached on another way than by an attribute."""
+
+    half = Halved()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+        self.fixed, self.rates, self.pair = Fixed(), Rates(0.5, 0.0), (1.0, 0.5)
+        self.scaled = functools.partial(torch.mul, other=0.5)
+        self.chain, self.user = ChainMap({}, {"a": 0.5}), UserDict(a=0.5, unused=1.0)
+        self.counts, self.whole, self.text = Counter(a=1), 1.0, "ab"
+        self.hand, self.layers = by_hand(), {"a": nn.Tanh(), "b": nn.Softplus()}
+        self.use, self.names = "a", ["first"]
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.warm_up = 2
+        self.factors = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        h = self.first(x)
+        if self.steps < self.warm_up:
+            h = h * 0.5
+        if self.fixed.is_on:
+            h = h * self.fixed.rate + sum(self.fixed.steps)
+        h = self.scaled(h) * self.rates.rate + self.pair[1] * self.half
+        h = h * self.chain["a"] + self.counts["a"] * 0.1 + self.user["a"] + len(self.text)
+        h = self.layers[self.use](h * self.hand.gain + self.hand.block.gain)
+        for factor in self.factors:
+            h = h * factor + getattr(self, self.names[-1]).bias
+        if hasattr(self, "another"):
+            h = h * 2
+        made: torch.Tensor = self.second(h)
+        return made * torch.tensor([self.whole, self.pair[0], 1.0, self.fixed.rate])
+
+
 NETWORKS: tuple[type[nn.Module], ...] = (
-    Containers, Blocks, Switched, Counting, Kept, Recurrent
+    Containers, Blocks, Switched, Counting, Kept, Recurrent, Replaced
 )  # fmt: skip
 
 
@@ -351,7 +410,37 @@ def closure_loss() -> Callable[..., torch.Tensor]:
     return loss
 
 
-LOSSES: tuple[Callable[[], Any], ...] = (CountingLoss, LossModule, closure_loss)
+def remembering_loss() -> Callable[..., torch.Tensor]:
+    """A function whose closure it changes itself, and that calls another one."""
+    beta, seen, calls = 0.5, [1.0], 0
+
+    def penalty(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.pow(2).mean() * beta
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        seen.append(seen[-1] * 0.9)
+        made = rows_against_target(outputs, target) * seen[-1]
+        return made + penalty(outputs) / calls
+
+    return loss
+
+
+class OfFunction:
+    """A loss that is a function with a state; a copy has one of its own."""
+
+    def __init__(self) -> None:
+        self.loss = remembering_loss()
+
+    def __deepcopy__(self, memo: Any) -> OfFunction:
+        return OfFunction()
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.loss(outputs, target)
+
+
+LOSSES: tuple[Callable[[], Any], ...] = (CountingLoss, LossModule, closure_loss, OfFunction)
 CLASSES: tuple[Any, ...] = (Block, Doubled)
 BATCH = 8
 

@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import changing_networks as networks
@@ -74,14 +74,17 @@ def _inside(path: str, value: Any, seen: set[int]) -> Iterator[Site]:
         (set, _of_set),
         (np.ndarray, _of_array),
         (FunctionType, _of_function),
+        (functools.partial, _of_partial),
     )
     for kind, find in kinds:
         if isinstance(value, kind):
             yield from find(path, value, seen)
             return
     module = type(value).__module__
-    is_frozen = isinstance(value, (tuple, enum.Enum, MappingProxyType))
-    if module in (networks.__name__, "types") and not is_frozen:
+    is_frozen = isinstance(value, (tuple, enum.Enum, MappingProxyType, networks.Fixed))
+    if isinstance(value, ModuleType):
+        module = "types" if value.__name__ == networks.by_hand().__name__ else ""
+    if module in (networks.__name__, "types", "collections") and not is_frozen:
         yield from _of_attributes(path, value, seen)
 
 
@@ -101,6 +104,13 @@ def _others(name: str, value: Any) -> tuple[Any, ...] | None:
         return tuple(networks.Style)
     if isinstance(value, networks.Rates):
         return tuple(networks.Rates(rate, 0.0) for rate in FLOATS)
+    if isinstance(value, networks.Fixed):
+        steps = ((), (1,), (2, 3, 4))
+        return tuple(networks.Fixed(r, d, s) for r in FLOATS for d in (True, False) for s in steps)
+    if name == "pair":
+        return tuple((one, other) for one in FLOATS for other in FLOATS)
+    if name in ("use", "text"):
+        return ("a", "b") if name == "use" else ("", "ab", "abc")
     if name in RATES:
         return (0.0, 0.2, 0.5)
     if isinstance(value, int):
@@ -133,6 +143,8 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[Site]:
         if child is not None:
             yield from _inside(f"{path}.{name}", child, seen)
             yield from _of_child(f"{path}.{name}", module, name, child)
+    if isinstance(module, networks.Replaced):
+        yield from _of_another(path, module)
     if isinstance(module, (nn.ModuleDict, nn.Sequential, nn.ModuleList)):
         yield Site(f"{path} in another order", lambda draw: _rotate(module))
 
@@ -194,7 +206,10 @@ def _scale(tensor: torch.Tensor, draw: Draw) -> None:
 
 
 def _of_hooks(path: str, module: nn.Module) -> Iterator[Site]:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.GRU, nn.MultiheadAttention)):
+    if isinstance(
+        module,
+        (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.GRU, nn.MultiheadAttention),
+    ):
         return  # never called, or with other results
 
     def add(draw: Draw) -> None:
@@ -267,6 +282,18 @@ def _of_attributes(path: str, one: Any, seen: set[int]) -> Iterator[Site]:
             )
 
 
+def _of_partial(path: str, held: Any, seen: set[int]) -> Iterator[Site]:
+    for key in held.keywords:
+        put = functools.partial(held.keywords.__setitem__, key)
+        yield from _held(f"{path}.{key}", held.keywords[key], put, seen)
+
+
+def _of_another(path: str, one: Any) -> Iterator[Site]:
+    """An attribute that comes and goes."""
+    yield Site(f"{path} another attribute", lambda draw: setattr(one, "another", draw.random()))
+    yield Site(f"{path} no other attribute", lambda draw: vars(one).pop("another", None))
+
+
 def _of_dict(path: str, held: dict[Any, Any], seen: set[int]) -> Iterator[Site]:
     for key in held:
         yield from _held(f"{path}.{key}", held[key], lambda v, k=key: held.__setitem__(k, v), seen)
@@ -289,8 +316,9 @@ def _of_list(path: str, held: Any, seen: set[int]) -> Iterator[Site]:
         if len(held) > 1:
             held.pop()
 
-    yield Site(f"{path} grows", append)
-    yield Site(f"{path} shrinks", pop)
+    if all(isinstance(item, (int, float)) for item in held):
+        yield Site(f"{path} grows", append)
+        yield Site(f"{path} shrinks", pop)
     if isinstance(held, deque):
         yield Site(f"{path} turned", lambda draw: held.rotate())
     else:
