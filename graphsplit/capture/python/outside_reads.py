@@ -104,9 +104,9 @@ _NAMES = frozenset((*_OF_DATES, *_OF_GENERATORS, *(f.__name__ for f in _FUNCTION
 _NAMES_OF_CODES = frozenset(code.co_name for code in _CODES)
 _KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (*SWITCHES, torch.get_num_threads)
 _MADE_HERE = (random.Random.__init__.__code__,)
-# Modules of Python that do it for their callers.
+# Modules and packages of Python that do it for their callers.
 _THROUGH = frozenset(
-    ("random", "secrets", "uuid", "os", "_collections_abc", "collections.abc", "pathlib")
+    ("random", "secrets", "uuid", "os", "_collections_abc", "collections", "pathlib")
 )
 
 # Packages that torch itself runs on, between the user's code and its own.
@@ -222,7 +222,7 @@ class OutsideReads(TorchCalls):
         return _FUNCTIONS.get(called) if called.__module__ is not None else None
 
     def _check(self, read: _Read, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_globals.get("__name__") in _THROUGH:
+        while frame is not None and _package_of(frame) in _THROUGH:
             frame = frame.f_back
         if frame is None or get_proxy_mode() is None:  # what is kept whole runs at every step
             return
@@ -249,8 +249,11 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 def _is_users(frame: FrameType) -> bool:
     if not is_users(frame.f_code.co_filename):
         return False
-    package, _, _ = str(frame.f_globals.get("__name__")).partition(".")
-    return package not in _OF_TORCH
+    return _package_of(frame) not in _OF_TORCH
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 @functools.cache
