@@ -344,12 +344,12 @@ def test_who_does_not_come_back_to_a_restored_scheduler_is_lost(drive, registrat
     job = drive(num_workers=2, keeps_journal=True, recovery=policy, node_timeout_s=10).form()
     scheduler = restored(job, "running")
     come_back(scheduler, registration, 20, 0)
-    scheduler.pass_time(7)
+    scheduler.pass_time(6)
     scheduler.say(20, Heartbeat(1))
     scheduler.pass_time(1.6)
     cause = scheduler.last(20).cause
     assert (cause.rank, cause.kind) == (1, "lost")
-    assert "did not come back within 8 s" in cause.message
+    assert "did not come back within 7 s" in cause.message
     is_over = scheduler.state.phase is JobPhase.FAILED
     assert is_over == (policy == "fail_fast")
 

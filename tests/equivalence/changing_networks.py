@@ -338,7 +338,7 @@ class Replaced(nn.Module):
         self.first, self.second = linear(), linear()
         self.fixed, self.rates, self.pair = Fixed(), Rates(0.5, 0.0), (1.0, 0.5)
         self.scaled = functools.partial(torch.mul, other=0.5)
-        self.chain, self.user = ChainMap({}, {"a": 0.5}), UserDict(a=0.5, unused=1.0)
+        self.chain, self.user = ChainMap({}, {"a": 0.5}), UserDict(a=0.5)
         self.counts, self.whole, self.text = Counter(a=1), 1.0, "ab"
         self.hand, self.layers = by_hand(), {"a": nn.Tanh(), "b": nn.Softplus()}
         self.use, self.names = "a", ["first"]

@@ -27,7 +27,7 @@ from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
 from graphsplit.failure import AbortSignal
 from graphsplit.transport import ChannelSpec, WaitPolicy
-from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder
+from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder
 from graphsplit.transport.grpc.chunk import ChunkPart, read_chunk
 from graphsplit.transport.grpc.inbound import GrpcReceiver
 from graphsplit.transport.session import AbortWatch
@@ -297,6 +297,9 @@ class _Nobody:
     def notify(self) -> None: ...
 
     def grant(self, spec: ChannelSpec, messages: int) -> None: ...
+
+    def memory_for(self, receiver: GrpcReceiver, frame: Frame) -> torch.Tensor | None:
+        return frame.empty_payload(None)
 
 
 def resident_bytes() -> int:

@@ -303,8 +303,9 @@ def test_64_mib_arrive(make: MakeWorkers) -> None:
 
 
 def test_a_receive_ends_at_the_deadline(make: MakeWorkers) -> None:
-    _, receiver = make(deadline_s=0.1).open(spec_of())
-    with pytest.raises(ReceiveTimeoutError, match=r"nothing for 0\.1 s, and worker 0 made no"):
+    # Over Gloo the two meet within it, on a busy machine too.
+    _, receiver = make(deadline_s=0.5).open(spec_of())
+    with pytest.raises(ReceiveTimeoutError, match=r"nothing for 0\.5 s, and worker 0 made no"):
         receiver.receive(step=0, microbatch=0)
 
 
