@@ -29,12 +29,13 @@ from graphsplit.optimizers.ownership import (
     is_elsewhere,
 )
 from graphsplit.runtime.segments.autograd import gradient_sum
-from graphsplit.torch_ext.attributes import writes_of
+from graphsplit.torch_ext.attributes import storage_of, writes_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
     TensorBase,
     are_subclasses_asked,
     pytree,
+    storage_use_count,
 )
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
 
@@ -199,6 +200,12 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
     if in_loop(given) is not None:
         given = _value_of(given)
     if isinstance(given, LoopValue):
+        if given.home != known.owner and _is_shared(given.held):
+            raise ConfigurationError(
+                "data of a parameter was set to that of a tensor on another worker, which is held "
+                "elsewhere too: in one process both would have one memory from now on\n"
+                "  Fix: p.data.copy_(value)."
+            )
         given = given.at(known.owner).detach()
     if given.shape != parameter.shape or given.dtype != parameter.dtype:
         raise ConfigurationError(
@@ -211,6 +218,12 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
             func(parameter, given)
     known.loop.num_changes += 1
     known.loop.num_writes += 1
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the same memory."""
+    # One more use is that of the object through which the number is asked for.
+    return storage_use_count(storage_of(tensor)) > 2
 
 
 def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], *, is_zeroed: bool) -> Any:

@@ -176,6 +176,16 @@ def data_of_a_value(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield held
 
 
+def data_of_another_worker(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A target network is to share the memory of another one, whose parts live elsewhere."""
+    net, target = distribute(small(ranks)), distribute(small(ranks[1:]))
+    (net(torch.randn(6, 8)) - target(torch.randn(6, 8))).sum().backward()
+    for p, value in zip(target.parameters(), net.parameters(), strict=True):
+        p.data = value.data * 0.5
+        p.data = value.data
+    yield None
+
+
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
@@ -184,6 +194,7 @@ def data_of_a_value(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         (compiled, "torch.compile around a distributed network"),
         (watched_for_nan, "check_nan=False"),
         (data_of_another_form, "data of a value of (16, 8)"),
+        (data_of_another_worker, "both would have one memory from now on"),
         (data_of_a_plain_tensor, "data of a tensor was set to a value"),
         (data_of_a_value, "data of a tensor was set to a value"),
         (input_used_beside, "uses an input several times"),
