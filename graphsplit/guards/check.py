@@ -63,14 +63,22 @@ class Watched:
 
     Attributes:
         place: The place.
-        value: The snapshot of its value.
+        value: The snapshot of its value; a container itself where only some of its items were
+            read, which are places of their own.
         is_structure: Whether it is a table of a module (its parameters, children, hooks) or what a
             cache holds: no value of the user's own.
+        contents: The snapshot of such a container; ``MISSING`` where ``value`` is one.
     """
 
     place: Place
     value: Any
     is_structure: bool = False
+    contents: Any = MISSING
+
+    def now(self) -> Watched:
+        """The same place with the value that it has now."""
+        value = self.place.read()
+        return replace(self, value=freeze(value) if self.contents is MISSING else value)
 
 
 @dataclass(frozen=True)
@@ -232,9 +240,7 @@ class Guards:
 
     def settle(self) -> None:
         """Take the tables of modules as they are now: planning itself has moved tensors."""
-        self.watched = tuple(
-            replace(w, value=freeze(w.place.read())) if w.is_structure else w for w in self.watched
-        )
+        self.watched = tuple(w.now() if w.is_structure else w for w in self.watched)
         self._compile()
 
     # Comparing.
@@ -261,7 +267,7 @@ class Guards:
     def _hold_by_value(self) -> bool:
         if self.failures():
             return False
-        self.watched = tuple(replace(w, value=freeze(w.place.read())) for w in self.watched)
+        self.watched = tuple(w.now() for w in self.watched)
         self._compile()
         return True
 

@@ -14,7 +14,17 @@ from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
-from graphsplit.guards.values import MISSING, freeze, is_plain, put_into, same, shown, thaw
+from graphsplit.guards.values import (
+    MISSING,
+    MUTABLE,
+    freeze,
+    is_plain,
+    put_into,
+    reference_of,
+    same,
+    shown,
+    thaw,
+)
 from graphsplit.planning.recordings import Recordings
 from graphsplit.planning.task import Task
 
@@ -31,11 +41,15 @@ class _Known:
         first: The snapshot of what was there when it was first read.
         loss: The number of the loss that was given when it was read: another one's places have the
             same names.
+        is_whole: Whether all of a container there counts; else only items of it, which are places
+            of their own. It is kept all the same where it can be: else an item that was appended
+            would come back in the place of another one.
     """
 
     place: Place
     first: Any
     loss: int
+    is_whole: bool = True
 
     @property
     def name(self) -> tuple[str, int]:
@@ -69,9 +83,15 @@ class PythonValues:
     def note(self) -> None:
         """Note all places that are watched by now."""
         numbers = {id(loss): number for number, loss in self._losses.items()}
-        for place, value, loss_fn in self._recordings.places():
-            known = _Known(place, value, numbers.get(id(loss_fn), -1))
-            self._known.setdefault(place.identity, known)
+        for place, value, loss_fn, is_whole in self._recordings.places():
+            known = self._known.get(place.identity)
+            if known is None:
+                first = value if is_whole or self._can_be_filled(value) else reference_of(value)
+                self._known[place.identity] = _Known(
+                    place, first, numbers.get(id(loss_fn), -1), is_whole
+                )
+            elif is_whole and not known.is_whole:
+                self._known[place.identity] = replace(known, is_whole=True)
 
     def now(self) -> Values:
         """The snapshots of all places' present values."""
@@ -103,8 +123,9 @@ class PythonValues:
             if same(known.first, value):
                 continue
             again = self._named(*known.name)
-            is_kept = is_plain(frozen) and can_be_written(thaw(frozen))
-            if not is_kept or again is None or again.identity != key:
+            if not _is_kept(frozen) or again is None or again.identity != key:
+                if not known.is_whole:
+                    continue
                 raise StateError(
                     f"{place.label} has changed from {shown(known.first)} to {shown(value)}, which "
                     f"a snapshot cannot hold\n  {place.source}\n"
@@ -141,10 +162,19 @@ class PythonValues:
                 known = self._known.get(place.identity, _Known(place, _UNKNOWN, number))
                 self._known[place.identity] = replace(known, first=_UNKNOWN)
 
+    def _can_be_filled(self, frozen: Any) -> bool:
+        """Whether a container that stays can be given what it held."""
+        there = reference_of(frozen)
+        return isinstance(there, MUTABLE) and _is_kept(with_names(frozen, self._task.network))
+
     def _named(self, label: str, loss: int) -> Place | None:
         """The place that a worker which comes back finds by its name."""
         roots = {"net": self._task.network, "loss_fn": self._losses.get(loss)}
         return place_named(label, roots)
+
+
+def _is_kept(frozen: Any) -> bool:
+    return is_plain(frozen) and can_be_written(thaw(frozen))
 
 
 def can_be_written(value: Any) -> bool:

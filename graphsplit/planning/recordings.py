@@ -426,19 +426,24 @@ class Recordings:
 
     # Snapshots.
 
-    def places(self) -> Iterator[tuple[Place, Any, Any]]:
-        """Every watched place, the value that it had when it was read, and the loss of then."""
+    def places(self) -> Iterator[tuple[Place, Any, Any, bool]]:
+        """Every watched place, the value that it had when it was read, and the loss of then.
+
+        And whether all of the value counts, or only items of it that are places of their own.
+        """
         for recording in reversed(self._latest):
             state, loss_fn = recording.graph.state, recording.loss_fn
             for watched in state.guards.watched:
                 if not watched.is_structure:
-                    yield watched.place, watched.value, loss_fn
+                    is_whole = watched.contents is MISSING
+                    first = watched.value if is_whole else watched.contents
+                    yield watched.place, first, loss_fn, is_whole
             for place in state.guards.lifted:
-                yield place, place.read(), loss_fn
+                yield place, place.read(), loss_fn, True
             for change in state.changes:
                 # Snapshots keep the marks of all parameters, and the forms of all buffers.
                 if change.place.kind not in (PlaceKind.MARK, PlaceKind.BUFFER):
-                    yield change.place, change.old, loss_fn
+                    yield change.place, change.old, loss_fn, True
 
 
 def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:

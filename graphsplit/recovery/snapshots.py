@@ -375,9 +375,8 @@ class Snapshots:
         self._put_back_starts(() if place is None else place.models)
         if place is not None:
             self._put_back_all(place, is_rollback=is_rollback)
-        if self._job.goes_on:
-            for share in self._shares:  # no more was written so far than where one has just started
-                share.engine.planner.writes.start_over()
+        for share in self._shares:  # no more was written so far than where one has just started
+            share.engine.planner.writes.start_over()
 
     def _put_back_all(self, place: ScriptPoint, *, is_rollback: bool) -> None:
         assert self._target is not None

@@ -50,6 +50,7 @@ ON_DISK = (
     "tied_over_workers",
     "two_models_of_the_same_modules",
     "unfrozen_by_a_callback",
+    "values_at_ends_of_lists",
 )
 MANY_INSTRUCTIONS = (
     "accumulated_uneven_microbatches",

@@ -162,6 +162,46 @@ def python_values(place: bool = True) -> Any:
     return found, all_of(model), net.scale, net.calls, net.flag
 
 
+class Appending(nn.Module):
+    """Reads the ends of lists that it and the script append to, and a buffer that steers it."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.seen, self.rates, self.calls = [0.5], [1.0], 0
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.count += 1
+        if self.calls % 3 == 0:
+            self.seen.append(self.seen[-1] * 0.9)
+        hidden = torch.relu(self.first(x)) * self.rates[-1]
+        hidden = self.second(hidden * 0.9 if self.count < 6 else hidden)
+        found: torch.Tensor = self.third(hidden)
+        return found + self.seen[-1]
+
+
+class Appended(gs.callbacks.Callback):
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def on_step_end(self, context: Any) -> None:
+        self.net.rates.append(1 / (1 + self.net.calls))
+
+
+@feature
+def values_at_ends_of_lists(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Appending(), "first", "second", "third", place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    for _ in range(4):
+        model.train(1, batches(), callbacks=[Appended(net)])
+    return all_of(model), net.seen, net.rates, net.calls, net.count.item()
+
+
 class Counting(nn.Module):
     """Python that capture does not see: kept whole, it may remember what it likes."""
 

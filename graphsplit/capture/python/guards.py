@@ -251,7 +251,7 @@ class StateWatch:
         assert recorder is not None
         free = {place.identity for place in self._lifted.places}
         watched = [
-            Watched(noted.place, _value(noted, has_symbols=bool(free)))
+            _watched(noted, has_symbols=bool(free))
             for identity, noted in recorder.noted.items()
             if noted.is_read and identity not in free and not is_ignored(noted.place)
         ]
@@ -298,11 +298,12 @@ def label_of_path(path: str) -> str:
     return f"{first}.{rest}" if rest else first
 
 
-def _value(noted: Noted, *, has_symbols: bool) -> Any:
-    """The snapshot of what was at a place first."""
-    if not noted.is_whole:
-        return reference_of(noted.first)
-    return freeze(noted.place.read()) if has_symbols else noted.first
+def _watched(noted: Noted, *, has_symbols: bool) -> Watched:
+    """A place that was read, with what was there first."""
+    first = freeze(noted.place.read()) if has_symbols else noted.first
+    if noted.is_whole:
+        return Watched(noted.place, first)
+    return Watched(noted.place, reference_of(noted.first), contents=first)
 
 
 def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watched]:
