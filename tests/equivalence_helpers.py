@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,3 +122,16 @@ def assert_same_wherever_placed(
             )
         except AssertionError as error:
             raise AssertionError(f"placement {seed} over {workers} workers: {error}") from error
+
+
+class KeptByWeakReference:
+    """A descriptor that keeps its values itself, by weak references to their objects."""
+
+    def __init__(self) -> None:
+        self.values: Any = weakref.WeakKeyDictionary()
+
+    def __get__(self, one: Any, owner: Any) -> Any:
+        return self.values[one]
+
+    def __set__(self, one: Any, value: Any) -> None:
+        self.values[one] = value

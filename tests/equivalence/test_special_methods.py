@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from equivalence_helpers import batches_of, rows_against_target
+from equivalence_helpers import KeptByWeakReference, batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
@@ -50,22 +49,27 @@ def _place(net: Any) -> None:
     net.last.place("MS_WORKER", 1)
 
 
-def _check(make: Callable[[], Any], use: Use, change: Callable[[Any], None]) -> None:
-    def before(step: int, net: Any, loss_fn: Any) -> None:
-        if step == 1:
-            change(net.one)
-
+def _same(
+    make: Callable[[], nn.Module], batches: list[Any], before: Callable[..., None], **options: Any
+) -> None:
     assert_same_bits(
-        lambda: _Net(make(), use),
-        batches_of(4, 3),
-        steps=2,
+        make,
+        batches,
         num_workers=2,
         place=_place,
         loss_fn=rows_against_target,
         before_step=before,
         plan_everywhere=True,
-        evaluate_after=(),
+        **options,
     )
+
+
+def _check(make: Callable[[], Any], use: Use, change: Callable[[Any], None]) -> None:
+    def before(step: int, net: Any, loss_fn: Any) -> None:
+        if step == 1:
+            change(net.one)
+
+    _same(lambda: _Net(make(), use), batches_of(4, 3), before, steps=2, evaluate_after=())
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -126,48 +130,19 @@ def test_what_a_cached_property_keeps_is_not_made_of_later_values() -> None:
         if step == 2:  # by now the weight is an operand
             del net.one.twice
 
-    assert_same_bits(
-        lambda: _Net(_OnceMade(), lambda one: float(one.twice)),
-        batches_of(4, 3, num=4),
-        num_workers=2,
-        place=_place,
-        loss_fn=rows_against_target,
-        before_step=before,
-        plan_everywhere=True,
-    )
-
-
-class _ByInstance:
-    """A descriptor that keeps values by weak references, which print their addresses."""
-
-    def __init__(self) -> None:
-        self.values: Any = weakref.WeakKeyDictionary()
-
-    def __get__(self, one: Any, owner: Any) -> Any:
-        return self.values[one]
-
-    def __set__(self, one: Any, value: Any) -> None:
-        self.values[one] = value
+    _same(lambda: _Net(_OnceMade(), lambda one: float(one.twice)), batches_of(4, 3, num=4), before)
 
 
 def test_values_under_weak_keys_may_be_operands() -> None:
     def make() -> Any:  # a class for the loop and for each worker
-        one = type("Described", (), {"weight": _ByInstance()})()
+        one = type("Described", (), {"weight": KeptByWeakReference()})()
         one.weight = 1.0
         return one
 
     def before(step: int, net: Any, loss_fn: Any) -> None:
         net.one.weight = 1.0 + step
 
-    assert_same_bits(
-        lambda: _Net(make(), lambda one: float(one.weight)),
-        batches_of(4, 3, num=4),
-        num_workers=2,
-        place=_place,
-        loss_fn=rows_against_target,
-        before_step=before,
-        plan_everywhere=True,
-    )
+    _same(lambda: _Net(make(), lambda one: float(one.weight)), batches_of(4, 3, num=4), before)
 
 
 class _Evaluated(_Net):
@@ -180,16 +155,7 @@ def test_a_text_may_be_evaluated_with_tensors() -> None:
     def before(step: int, net: Any, loss_fn: Any) -> None:
         net.one = ("h * 2", "h.tanh()")[step]
 
-    assert_same_bits(
-        lambda: _Evaluated("h", lambda one: one),
-        batches_of(4, 3),
-        steps=2,
-        num_workers=2,
-        place=_place,
-        loss_fn=rows_against_target,
-        before_step=before,
-        plan_everywhere=True,
-    )
+    _same(lambda: _Evaluated("h", lambda one: one), batches_of(4, 3), before, steps=2)
 
 
 def test_a_module_that_the_script_made_itself_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import batches_of, rows_against_target
+from equivalence_helpers import KeptByWeakReference, batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
@@ -87,21 +87,8 @@ class OfThread(threading.local):
     weight = 1.0
 
 
-class Kept:
-    """A descriptor that keeps its values itself."""
-
-    def __init__(self) -> None:
-        self.values: Any = weakref.WeakKeyDictionary()
-
-    def __get__(self, one: Any, owner: Any) -> Any:
-        return self.values[one]
-
-    def __set__(self, one: Any, value: Any) -> None:
-        self.values[one] = value
-
-
 class WithKept:
-    weight = Kept()
+    weight = KeptByWeakReference()
 
 
 def _entry(make: Callable[[dict[str, float]], Any]) -> tuple[Weigh, SetWeight]:

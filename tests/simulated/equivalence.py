@@ -1,9 +1,11 @@
 """Train a network in the plain eager loop and over simulated workers, and compare every byte.
 
+```
 assert_same_bits(
-LeNet, batches, num_workers=3, loss_fn=nn.CrossEntropyLoss(),
-place=lambda net: net.fc1.place("MS_WORKER", 2),
+    LeNet, batches, num_workers=3, loss_fn=nn.CrossEntropyLoss(),
+    place=lambda net: net.fc1.place("MS_WORKER", 2),
 )
+```
 """
 
 from __future__ import annotations
