@@ -244,7 +244,10 @@ def test_noise_from_strangers_does_not_disturb_the_job(start_cluster):
         assert len(list(session(iter([b"\xff" * 1000]), timeout=DEADLINE_S))) == 1
         with pytest.raises(grpc.RpcError) as caught:
             list(session(iter([bytes(5 << 20)]), timeout=DEADLINE_S))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # Refused as too large; or closed before that was seen, by who watches strangers.
+        if caught.value.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            closed = "proved nothing: it sent more than 64 KiB"
+            wait_until(lambda: any(closed in line for line in cluster.log), str(caught.value))
     finish_all(cluster, cluster.join_all("0"))
     assert cluster.wait_status() == 0
 
