@@ -71,8 +71,8 @@ test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; take
 	$(BIN)/python -m pytest -n auto tests/zoo -m zoo $(PYTEST_ARGS)
 
 # apt-get needs root. `make test` runs what of this is there, and says at its end what it left out.
-LAUNCHERS := openmpi-bin openssh-client openssh-server munge slurm-client slurmctld slurmd
-test-launchers: $(STAMP) ## jobs started by SSH, Ray, torchrun, mpirun, srun and as pods; installs them, on Debian
+LAUNCHERS := mpich openmpi-bin openssh-client openssh-server munge slurm-client slurmctld slurmd
+test-launchers: $(STAMP) ## jobs started by SSH, Ray, torchrun, MPI, srun and as pods; installs them, on Debian
 	dpkg-query -W $(LAUNCHERS) || apt-get install -y --no-install-recommends $(LAUNCHERS)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 'ray>=2.9'
 	$(BIN)/python -m pytest tests/launchers $(PYTEST_ARGS)

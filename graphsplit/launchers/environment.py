@@ -7,6 +7,7 @@ In this order, and the first that is there counts::
     RANK, WORLD_SIZE, ...     all four variables of ``env://``, as Kubeflow's PyTorchJob sets them
     PET_*                     torchrun's own settings, where PyTorchJob starts no torchrun
     Open MPI                  OMPI_COMM_WORLD_*; its processes may inherit a Slurm step's variables
+    MPICH, Intel MPI          PMI_RANK and PMI_SIZE, where they are not a Slurm step's
     Slurm                     a step of srun, never a batch script or an interactive shell
     Kubernetes                JOB_COMPLETION_INDEX of an Indexed Job, with MS_WORKER_NUM
 
@@ -29,17 +30,21 @@ from graphsplit.settings import (
     recovery_policy,
 )
 
-TORCHRUN, ENV, MPI, SLURM, KUBERNETES = "torchrun", "env", "mpi", "slurm", "kubernetes"
+TORCHRUN, ENV, MPI, PMI, SLURM = "torchrun", "env", "mpi", "pmi", "slurm"
+KUBERNETES = "kubernetes"
 AUTO, NONE = "auto", "none"
-LAUNCHERS = (TORCHRUN, ENV, MPI, SLURM, KUBERNETES)
+LAUNCHERS = (TORCHRUN, ENV, MPI, PMI, SLURM, KUBERNETES)
 IN_WORDS = {
     TORCHRUN: "torchrun",
     ENV: "the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
     MPI: "Open MPI",
+    PMI: "MPICH (PMI_RANK and PMI_SIZE)",
     SLURM: "a Slurm step",
     KUBERNETES: "a Kubernetes Indexed Job",
 }
 
+# A rank without the number of processes, outside of Slurm's steps: PRRTE's prun tells no more.
+_HALVES = (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "OMPI_COMM_WORLD_SIZE"))
 _ENV_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PET_NAMES = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -50,7 +55,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _TAKEN_AWAY = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME"
     r"|ROLE_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_\w+|PET_\w+"
-    r"|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_\w+|MV2_COMM_WORLD_\w+"
+    r"|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_\w+|MV2_COMM_WORLD_\w+|MPI_LOCAL(RANKID|NRANKS)"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASK_PID|STEP_NUM_TASKS|STEP_TASKS_PER_NODE"
     r"|TASKS_PER_NODE|NTASKS_PER_NODE)|JOB_COMPLETION_INDEX"
 )
@@ -61,11 +66,11 @@ class Found:
     """A process that another launcher has started as one of several.
 
     Attributes:
-        launcher: ``"torchrun"``, ``"env"``, ``"mpi"``, ``"slurm"`` or ``"kubernetes"``.
+        launcher: ``"torchrun"``, ``"env"``, ``"mpi"``, ``"pmi"``, ``"slurm"`` or ``"kubernetes"``.
         rank: Its rank.
         num_workers: How many there are.
         host: A host that all can reach, where rank 0 runs; empty if the launcher names none.
-        port: Where torchrun's store listens on ``host``; 0 without one.
+        port: Where a store of the launcher's, as torchrun's, listens on ``host``; 0 without one.
         is_one_host: Whether all of them are known to run on one host.
         job: Tells this start of this job from others, where the launcher says it; else empty.
     """
@@ -164,6 +169,9 @@ def _find(reader: _Reader) -> Found | None:
         if reader.has(rank, size) and reader.text(size) != "1":
             missing = [name for name in others if not reader.has(name)]
             reader.problem(f"{rank} and {size} are set, and {' and '.join(missing)} not")
+    for rank, size in _HALVES if not reader.has("SLURM_STEP_ID") else ():
+        if reader.has(rank) and not reader.has(size):
+            reader.problem(f"{reader.shown(rank)}, and {size} does not say of how many")
     return None
 
 
@@ -194,7 +202,8 @@ def _env(reader: _Reader) -> Found:
         return _pet(reader)
     host = _host(reader, "MASTER_ADDR")
     size = reader.number("WORLD_SIZE", lowest=1)
-    return Found(ENV, reader.number("RANK"), size, host, is_one_host=host in LOOPBACK)
+    port = reader.number("MASTER_PORT", lowest=1, highest=65535)
+    return Found(ENV, reader.number("RANK"), size, host, port, is_one_host=host in LOOPBACK)
 
 
 def _is_pet(reader: _Reader) -> bool:
@@ -207,8 +216,9 @@ def _pet(reader: _Reader) -> Found:
             f"{reader.shown('PET_NPROC_PER_NODE')} asks for several processes on each node, which "
             f"torchrun starts: use `torchrun train.py` as the command"
         )
-    host = _host(reader, "PET_MASTER_ADDR")
-    return Found(ENV, reader.number("PET_NODE_RANK"), reader.number("PET_NNODES", lowest=1), host)
+    host, rank = _host(reader, "PET_MASTER_ADDR"), reader.number("PET_NODE_RANK")
+    port = reader.number("PET_MASTER_PORT", lowest=1, highest=65535)
+    return Found(ENV, rank, reader.number("PET_NNODES", lowest=1), host, port)
 
 
 def _is_mpi(reader: _Reader) -> bool:
@@ -223,6 +233,28 @@ def _mpi(reader: _Reader) -> Found:
         size,
         is_one_host=reader.text("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size),
         job=reader.text("PMIX_NAMESPACE"),
+    )
+
+
+def _is_pmi(reader: _Reader) -> bool:
+    """Whether Hydra did this, or a launcher like it; ``srun`` sets the same numbers for its step.
+
+    Inside of a step Hydra is told by the number of its processes on this host.
+    """
+    if not reader.has("PMI_RANK", "PMI_SIZE"):
+        return False
+    return reader.has("MPI_LOCALNRANKS") or not reader.has("SLURM_STEP_ID")
+
+
+def _pmi(reader: _Reader) -> Found:
+    size = reader.number("PMI_SIZE", lowest=1)
+    on_host = reader.text("MPI_LOCALNRANKS") or reader.text("PMI_LOCAL_SIZE")
+    return Found(
+        PMI,
+        reader.number("PMI_RANK"),
+        size,
+        is_one_host=on_host == str(size),
+        job=reader.text("I_MPI_HYDRA_UUID"),
     )
 
 
@@ -263,6 +295,7 @@ _READERS = {
     ENV: (_is_env, _env),
     "pet": (_is_pet, _pet),
     MPI: (_is_mpi, _mpi),
+    PMI: (_is_pmi, _pmi),
     SLURM: (_is_slurm, _slurm),
     KUBERNETES: (_is_kubernetes, _kubernetes),
 }
@@ -286,16 +319,17 @@ def _compare_others(reader: _Reader, found: Found) -> None:
 
     torchrun and mpirun number their processes anew inside of a step, so those do not count.
     """
-    if found.launcher != ENV:
-        return
-    for is_there, read in (_READERS[MPI], _READERS[SLURM]):
-        if is_there(reader):
-            other = read(reader)
-            if (other.rank, other.num_workers) != (found.rank, found.num_workers):
-                reader.problem(
-                    f"by {IN_WORDS[ENV]} this is rank {found.rank} of {found.num_workers}, and by "
-                    f"{IN_WORDS[other.launcher]} it is rank {other.rank} of {other.num_workers}"
-                )
+    names = [name for name in (MPI, PMI, SLURM) if _READERS[name][0](reader)]
+    rivals = names if found.launcher == ENV else []
+    if found.launcher == SLURM and reader.has("PMI_RANK", "PMI_SIZE"):
+        rivals = [PMI]  # the step's own numbers, or those of a launcher that runs inside of it
+    for name in rivals:
+        other = _READERS[name][1](reader)
+        if (other.rank, other.num_workers) != (found.rank, found.num_workers):
+            reader.problem(
+                f"by {IN_WORDS[found.launcher]} this is rank {found.rank} of {found.num_workers}, "
+                f"and by {IN_WORDS[name]} it is rank {other.rank} of {other.num_workers}"
+            )
 
 
 def _compare_own(reader: _Reader, found: Found) -> None:
@@ -311,6 +345,9 @@ _CANNOT = {
     (TORCHRUN, WAIT_REJOIN): "torchrun ends all processes when one is lost",
     (MPI, WAIT_REJOIN): "mpirun ends all processes when one is lost",
     (MPI, RESTART): "mpirun starts nothing again",
+    (PMI, WAIT_REJOIN): "mpiexec ends all processes when one is lost",
+    (PMI, RESTART): "mpiexec starts nothing again",
+    (PMI, GO_ON): "mpiexec ends all processes when one is lost",
     (TORCHRUN, GO_ON): "torchrun ends all processes when one is lost",
     (MPI, GO_ON): "mpirun ends all processes when one is lost",
     (SLURM, GO_ON): "srun may end all processes when one is lost",

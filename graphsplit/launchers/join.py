@@ -7,6 +7,7 @@ out of it: what comes after ``gs.init()`` is as under ``graphsplit run``.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import subprocess
@@ -14,11 +15,13 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.environment import (
     IN_WORDS,
     LOOPBACK,
+    PMI,
     TORCHRUN,
     Found,
     find_launcher,
@@ -42,6 +45,7 @@ DEFAULT_PORT = 8118
 _LISTEN_S = 120.0
 _LOOK_AGAIN_S = 0.02
 _END_S = 10.0
+_PROXY = "hydra_pmi_proxy"
 
 
 @dataclass
@@ -91,6 +95,8 @@ def join_launcher(environ: MutableMapping[str, str]) -> Joined | None:
         return None
     if _is_local(found, environ):
         found = replace(found, host=LOOPBACK[0], is_one_host=True)
+    if found.launcher == PMI and found.is_one_host and not found.job:
+        found = replace(found, job=_proxy())
     own = {
         "MS_ROLE": WORKER_ROLE,
         "MS_WORKER_NUM": str(found.num_workers),
@@ -133,6 +139,22 @@ def _is_local(found: Found, environ: Mapping[str, str]) -> bool:
     host = environ.get("MS_SCHED_HOST", "").strip()
     # By its letters: a name may be loopback on its own host, and another address on others.
     return (found.is_one_host and not host) or (host or found.host) in LOOPBACK
+
+
+def _proxy() -> str:
+    """Tells this start of MPICH's ``mpiexec`` on this host, which sets no variable for that.
+
+    It has one proxy on each host, above all processes there; others that set PMI's variables are
+    taken for the parent.
+    """
+    process = os.getpid()
+    with contextlib.suppress(OSError):
+        while process > 1:
+            before, _, after = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+            if before.endswith(f"({_PROXY}"):
+                return str(process)
+            process = int(after.split()[1])
+    return str(os.getppid())
 
 
 def _host(found: Found, environ: Mapping[str, str]) -> str:

@@ -34,6 +34,10 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
     "PMIX_NAMESPACE": "prterun-a-7@1",
 }
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "6"}
+MPICH = {**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+INTEL = {**MPICH, "I_MPI_HYDRA_UUID": "5231-e5e2", "HYDRA_LAUNCH_TYPE": "2"}
+PALS = {**PMI, "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PALS_RANKID": "1"}
 # What a batch script has, and what a step of srun has beside it.
 BATCH = {
     "SLURM_JOB_ID": "77",
@@ -55,8 +59,9 @@ STEP = {
 POD = {"JOB_COMPLETION_INDEX": "2", "MS_WORKER_NUM": "3"}
 
 AS_TORCHRUN = Found("torchrun", 1, 4, "a.example", 29500, is_one_host=True, job="none.29500.0")
-AS_ENV = Found("env", 1, 4, "a.example")
+AS_ENV = Found("env", 1, 4, "a.example", 29500)
 AS_MPI = Found("mpi", 2, 3, is_one_host=True, job="prterun-a-7@1")
+AS_MPICH = Found("pmi", 1, 4, is_one_host=True)
 AS_STEP = Found("slurm", 1, 4, "n03", job="77.0.")
 AS_POD = Found("kubernetes", 2, 3)
 
@@ -101,17 +106,17 @@ MIXES: dict[str, tuple[dict[str, str], Found | None]] = {
     "env": (ENV, AS_ENV),
     "env on this host": (
         {**ENV, "MASTER_ADDR": "127.0.0.1"},
-        Found("env", 1, 4, "127.0.0.1", is_one_host=True),
+        Found("env", 1, 4, "127.0.0.1", 29500, is_one_host=True),
     ),
     "env with one process": ({**ENV, "RANK": "0", "WORLD_SIZE": "1"}, None),
     "env in a step that agrees": ({**STEP, **ENV}, AS_ENV),
     "env in a batch script": ({**BATCH, **ENV}, AS_ENV),
     "env in a pod": ({**ENV, "JOB_COMPLETION_INDEX": "3"}, AS_ENV),
     "env whose pods are started again": ({**ENV, "GS_RECOVERY": "wait_rejoin"}, AS_ENV),
-    "PyTorchJob without torchrun": (PET, Found("env", 1, 3, "job-0.job")),
+    "PyTorchJob without torchrun": (PET, Found("env", 1, 3, "job-0.job", 29500)),
     "PyTorchJob, one process a node": (
         {**PET, "PET_NPROC_PER_NODE": "1"},
-        Found("env", 1, 3, "job-0.job"),
+        Found("env", 1, 3, "job-0.job", 29500),
     ),
     "mpirun": (MPI, AS_MPI),
     "mpirun on two hosts": (
@@ -121,6 +126,33 @@ MIXES: dict[str, tuple[dict[str, str], Found | None]] = {
     "mpirun in a step of its own ranks": ({**STEP, **MPI}, AS_MPI),
     "mpirun in a batch script": ({**BATCH, **MPI}, AS_MPI),
     "half of mpirun": ({"OMPI_COMM_WORLD_RANK": "1"}, None),
+    "MPICH": (MPICH, AS_MPICH),
+    "MPICH on two hosts": ({**MPICH, "MPI_LOCALNRANKS": "2"}, Found("pmi", 1, 4)),
+    "MPICH with one process": ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, None),
+    "Intel MPI": (INTEL, Found("pmi", 1, 4, is_one_host=True, job="5231-e5e2")),
+    "Cray's PALS": (PALS, Found("pmi", 1, 4)),
+    "PMI by whomever": (PMI, Found("pmi", 1, 4)),
+    "MPICH in a batch script": ({**BATCH, **MPICH}, AS_MPICH),
+    "MPICH in a step of its proxies": (
+        {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", **MPICH},
+        AS_MPICH,
+    ),
+    "a step of srun --mpi=pmi2": ({**STEP, **PMI}, AS_STEP),
+    "a step of srun --mpi=pmix": ({**STEP, "PMIX_RANK": "1"}, AS_STEP),
+    "srun --mpi=pmi2 --pty bash": ({**STEP, "SLURM_PTY_PORT": "40123", **PMI}, None),
+    "srun --mpi=pmix --pty bash": (
+        {**STEP, "SLURM_PTY_PORT": "40123", "PMIX_RANK": "0"},
+        None,
+    ),
+    "the step around MPICH": ({**STEP, **MPICH, "GS_LAUNCHER": "slurm"}, AS_STEP),
+    "torchrun under MPICH": ({**MPICH, **TORCHRUN}, AS_TORCHRUN),
+    "env under MPICH that agrees": ({**MPICH, **ENV}, AS_ENV),
+    "MPICH in a pod, by MPI's operator": ({**POD, **MPICH, "MS_WORKER_NUM": "4"}, AS_MPICH),
+    "MPICH under Open MPI": ({**MPICH, **MPI}, AS_MPI),
+    "MPICH whose runs are independent": ({**MPICH, "GS_LAUNCHER": "none"}, None),
+    "own variables under MPICH": ({"MS_ROLE": "MS_WORKER", **MPICH}, None),
+    "a number of processes without a rank": ({"PMI_SIZE": "4"}, None),
+    "PRRTE's prun for independent runs": ({"PMIX_RANK": "1", "GS_LAUNCHER": "none"}, None),
     "a step": (STEP, AS_STEP),
     "a step on one node": (
         {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n03"},
@@ -158,7 +190,7 @@ MIXES: dict[str, tuple[dict[str, str], Found | None]] = {
     ),
     "PyTorchJob, asked for by name": (
         {**PET, **MPI, "GS_LAUNCHER": "env"},
-        Found("env", 1, 3, "job-0.job"),
+        Found("env", 1, 3, "job-0.job", 29500),
     ),
     "settings of torchrun for later": ({"PET_NPROC_PER_NODE": "4", "PET_NNODES": "1"}, None),
     "env's numbers without its address, in a step": (
@@ -168,7 +200,7 @@ MIXES: dict[str, tuple[dict[str, str], Found | None]] = {
     "numbers with blanks and noughts": ({**ENV, "RANK": " 01 ", "WORLD_SIZE": "4 "}, AS_ENV),
     "env by an address of IPv6": (
         {**ENV, "MASTER_ADDR": "fe80::1%eth0"},
-        Found("env", 1, 4, "fe80::1%eth0"),
+        Found("env", 1, 4, "fe80::1%eth0", 29500),
     ),
     "a number of workers, and nobody who started them": ({"MS_WORKER_NUM": "3"}, None),
     "torchrun alone, whatever it could not do": (
@@ -195,6 +227,22 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "env against a step": ({**STEP, **ENV, "RANK": "0"}, "by a Slurm step it is rank 1 of 4"),
     "env against mpirun": ({**MPI, **ENV}, "by Open MPI it is rank 2 of 3"),
+    "env against MPICH": (
+        {**MPICH, **ENV, "RANK": "3"},
+        "by MPICH (PMI_RANK and PMI_SIZE) it is rank 1 of 4",
+    ),
+    "a step against whoever else is inside": (
+        {**STEP, "SLURM_PROCID": "0", **PMI},
+        "by a Slurm step this is rank 0 of 4, and by MPICH (PMI_RANK and PMI_SIZE) it is rank 1",
+    ),
+    "MPICH against another number": ({**MPICH, "MS_WORKER_NUM": "2"}, "it is 4"),
+    "half of MPICH": ({"PMI_RANK": "1"}, "PMI_RANK='1', and PMI_SIZE does not say of how many"),
+    "MPICH, and a rank that is none": ({**MPICH, "PMI_RANK": "-1"}, "PMI_RANK='-1'; expected"),
+    "PRRTE's prun": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prte-a"}, "PMIX_RANK='1', and OMPI_"),
+    "MPICH replaces nobody": ({**MPICH, "GS_RECOVERY": "wait_rejoin"}, "mpiexec ends all"),
+    "MPICH does not go on": ({**MPICH, "GS_RECOVERY": "go_on"}, "mpiexec ends all"),
+    "MPICH starts no job again": ({**MPICH, "GS_RECOVERY": "restart"}, "mpiexec starts nothing"),
+    "env without a port": ({**ENV, "MASTER_PORT": "x"}, "MASTER_PORT='x'; expected"),
     "half of env": (
         {"RANK": "0", "WORLD_SIZE": "2"},
         "RANK and WORLD_SIZE are set, and MASTER_ADDR and MASTER_PORT not",
@@ -283,7 +331,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 def test_what_makes_others_start_data_parallelism_goes() -> None:
     """As accelerate, transformers and Lightning look for it."""
     kept = {"HOME", "SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "MS_NODE_ID"}
-    environ = {**TORCHRUN, **PET, **MPI, **STEP, **POD, "PMI_SIZE": "2", "MV2_COMM_WORLD_SIZE": "2"}
+    environ = {**TORCHRUN, **PET, **MPI, **STEP, **POD, **MPICH, "MV2_COMM_WORLD_SIZE": "2"}
     left = set(environ) - left_to_others({**environ, **dict.fromkeys(kept, "1")})
     names = {"WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"}
     assert not left & {*names, "TORCHELASTIC_RUN_ID", "MV2_COMM_WORLD_SIZE", "SLURM_PROCID"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.launchers.environment import Found
+from graphsplit.launchers.environment import Found, find_launcher
 from graphsplit.launchers.join import join_launcher
 from graphsplit.launchers.rendezvous import OwnFile, SharedFolder, Whereabouts, wait_for
 
@@ -51,6 +51,15 @@ def test_rank_0_tells_the_others_of_its_host_and_takes_it_away(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     own_file.close()
     assert OwnFile(JOB).look() is None and not folder.exists()
+
+
+def test_two_jobs_by_the_same_address_and_other_ports_are_two(folder: Path) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    jobs = [find_launcher({**environ, "MASTER_PORT": port}) for port in ("29500", "29501")]
+    first, second = (OwnFile(job) for job in jobs if job is not None)
+    first.tell(SAID)
+    assert second.look() is None and first.look() == SAID
+    first.close()
 
 
 def test_what_a_killed_rank_0_left_is_nobodys(folder: Path, own_file: OwnFile) -> None:

@@ -1,13 +1,15 @@
-"""Jobs that Open MPI's mpirun has started: real processes, where it is installed."""
+"""Jobs that Open MPI's mpirun or MPICH's mpiexec has started, whichever is installed."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,32 +21,55 @@ from launched_jobs import (
     pids_of_workers,
 )
 
-pytestmark = [
-    pytest.mark.real_processes,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        shutil.which("mpirun") is None,
-        reason="there is no mpirun here: apt-get install openmpi-bin, or make test-launchers",
-    ),
-]
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
+AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+COMMANDS = {
+    "Open MPI": ["mpirun", *AS_ROOT, "--oversubscribe", "-n", "2"],
+    "MPICH (PMI_RANK and PMI_SIZE)": ["mpiexec.hydra", "-n", "2"],
+}
+PACKAGES = {"mpirun": "openmpi-bin", "mpiexec.hydra": "mpich"}
 
 
-def mpirun(folder: Path, **variables: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable]
-    return launched(command, folder, **variables)
+@dataclass(frozen=True)
+class Mpi:
+    """A launcher of MPI's that is installed."""
+
+    name: str
+
+    def __call__(
+        self, folder: Path, **variables: str
+    ) -> AbstractContextManager[subprocess.Popen[str]]:
+        return launched([*COMMANDS[self.name], sys.executable], folder, **variables)
 
 
-def test_lenet_learns_the_same_as_by_itself(tmp_path: Path) -> None:
-    assert_learns_as_alone(mpirun, tmp_path, started="Open MPI")
+@pytest.fixture(
+    params=[
+        pytest.param(
+            name,
+            id=command[0],
+            marks=pytest.mark.skipif(
+                shutil.which(command[0]) is None,
+                reason=f"there is no {command[0]} here: apt-get install {PACKAGES[command[0]]}, "
+                f"or make test-launchers",
+            ),
+        )
+        for name, command in COMMANDS.items()
+    ]
+)
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    return Mpi(request.param)
 
 
-@pytest.mark.parametrize("whom", ["mpirun", "worker 0", "worker 1"])
-def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, whom: str) -> None:
-    """Ctrl-C for mpirun; or a worker is killed, once that whose child the scheduler is."""
-    with mpirun(tmp_path, STEPS="1000000") as job:
+def test_lenet_learns_the_same_as_by_itself(tmp_path: Path, mpi: Mpi) -> None:
+    assert_learns_as_alone(mpi, tmp_path, started=mpi.name)
+
+
+@pytest.mark.parametrize("whom", ["launcher", "worker 0", "worker 1"])
+def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, mpi: Mpi, whom: str) -> None:
+    """Ctrl-C for the launcher; or a worker is killed, once that whose child the scheduler is."""
+    with mpi(tmp_path, STEPS="1000000") as job:
         pids = pids_of_workers(job.stdout, count=2)
-        if whom == "mpirun":
+        if whom == "launcher":
             job.send_signal(signal.SIGINT)
         else:
             os.kill(pids[int(whom[-1])], signal.SIGKILL)
@@ -53,9 +78,9 @@ def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, whom: str) -> None:
     assert_nothing_is_left(tmp_path)
 
 
-def test_a_policy_that_mpirun_cannot_do_is_refused_in_every_process(tmp_path: Path) -> None:
-    with mpirun(tmp_path, STEPS="5", GS_RECOVERY="wait_rejoin") as job:
+def test_a_policy_that_it_cannot_do_is_refused_in_every_process(tmp_path: Path, mpi: Mpi) -> None:
+    with mpi(tmp_path, STEPS="5", GS_RECOVERY="wait_rejoin") as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode != 0
-    assert "GS_RECOVERY=wait_rejoin, and mpirun ends all processes when one is lost" in output
+    assert re.search(r"GS_RECOVERY=wait_rejoin, and mpi\w+ ends all processes when one", output)
     assert_nothing_is_left(tmp_path)

@@ -26,6 +26,7 @@ STARTED = {
         "MASTER_PORT": "29500",
     },
     "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    "MPICH (PMI_RANK and PMI_SIZE)": {"PMI_RANK": "1", "PMI_SIZE": "2"},
     "a Slurm step": {
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "1",
