@@ -212,6 +212,7 @@ class _Wanted:
                 if gradient is not None
             ]
             accumulate_all([one for one, _ in pairs], [gradient for _, gradient in pairs], ())
+        self.loop.twins.note_backward()
         with torch.no_grad():
             accumulate_all(list(known.values()), [totals[key] for key in known], ())
 

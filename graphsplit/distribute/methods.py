@@ -135,6 +135,8 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     loop: Loop = gradients[0].loop
     for home in sorted({g.home for g in gradients}):
         flag = torch.zeros_like(found_inf)
+        for gradient in gradients if loop.twins else ():
+            loop.twins.check_write(gradient.held)
         if loop.rank == home:
             with DisableTorchFunctionSubclass():
                 func([g.held for g in gradients if g.home == home], flag, inverse)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphsplit.distribute.following.casts import refuse_cached_cast
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop, empty_as
+from graphsplit.distribute.workers.twins import Twin
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import (
@@ -51,15 +53,15 @@ class InLoop:
     Args:
         loop: The workers.
         owner: The worker that has its value.
-        gradient: Gives its gradient as the script sees it, and forgets that of all.
+        gradients: Those of its network: ``of`` gives its own as the script sees it.
         parameter: The parameter.
         number: Its own number, the same on all workers.
     """
 
     def __init__(
-        self, loop: Loop, owner: int, gradient: Any, parameter: torch.Tensor, number: Any
+        self, loop: Loop, owner: int, gradients: Any, parameter: torch.Tensor, number: Any
     ) -> None:
-        self.loop, self.owner, self.gradient, self.number = loop, owner, gradient, number
+        self.loop, self.owner, self.gradients, self.number = loop, owner, gradients, number
         strides = parameter.true_strides() if isinstance(parameter, StandIn) else parameter.stride()
         # Elsewhere all that the script reads shares its counter of writes, as it does here.
         with torch.inference_mode(False):  # where writes are counted
@@ -170,7 +172,8 @@ def _get_gradient(parameter: torch.Tensor) -> Any:
     known: InLoop | None = vars(parameter).get(_KEY)
     if known is None or known.loop.job.depth or not are_subclasses_asked():
         return GET_GRADIENT(parameter)
-    is_zeroed = sys._getframe(1).f_code in ZERO_GRADS
+    # Zeros are written as any operation writes where a value has copies.
+    is_zeroed = sys._getframe(1).f_code in ZERO_GRADS and not known.loop.twins
     return _gradient(GET_GRADIENT, known, (parameter,), is_zeroed=is_zeroed)
 
 
@@ -199,14 +202,15 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
         return
     if in_loop(given) is not None:
         given = _value_of(given)
-    if isinstance(given, LoopValue):
-        if given.home != known.owner and _is_shared(given.held):
+    value = given
+    if isinstance(value, LoopValue):
+        if value.home != known.owner and _is_shared(value.held):
             raise ConfigurationError(
                 "data of a parameter was set to that of a tensor on another worker, which is held "
                 "elsewhere too: in one process both would have one memory from now on\n"
                 "  Fix: p.data.copy_(value)."
             )
-        given = given.at(known.owner).detach()
+        given = _copied("data", value, known).detach()
     if given.shape != parameter.shape or given.dtype != parameter.dtype:
         raise ConfigurationError(
             f"data of a parameter of {tuple(parameter.shape)} and {parameter.dtype} was set to "
@@ -218,6 +222,33 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
             func(parameter, given)
     known.loop.num_changes += 1
     known.loop.num_writes += 1
+    _note_copied("data", value, parameter, known)
+
+
+def _copied(name: str, value: LoopValue, known: InLoop) -> torch.Tensor:
+    """A value where a parameter is, to be its gradient or data."""
+    is_gradient = value.number[0] == "gradient" if isinstance(value.number, tuple) else False
+    if value.home != known.owner and (is_gradient or known.gradients.has(value.held)):
+        raise ConfigurationError(
+            f"{name} of a parameter was set to the gradient of one on another worker: in one "
+            f"process both would have one memory from now on\n"
+            f"  Fix: b.{name} = a.grad.clone(), there and in one process."
+        )
+    return value.at(known.owner)
+
+
+def _note_copied(name: str, value: Any, parameter: torch.Tensor, known: InLoop) -> None:
+    """Take note of what was set: a value of another worker and its copy go different ways."""
+    twins, gradients = known.loop.twins, known.gradients
+    twins.forget(name, parameter)
+    if isinstance(value, LoopValue) and value.home != known.owner:
+        mark = mark_of(parameter, known.loop) if name == "data" else _no_mark
+        has = partial(gradients.has, parameter=parameter)
+        twins.add(parameter, Twin(name, value.held, has, mark))
+
+
+def _no_mark() -> None:
+    """Gradients are written to by operations and by backward, which say so."""
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
@@ -234,15 +265,15 @@ def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], *, is_zero
             "  Fix: set it to a copy, parameter.detach().clone()."
         )
     if func == GET_GRADIENT and not is_zeroed:
-        return known.gradient(parameter)
+        return known.gradients.of(parameter)
     known.loop.num_changes += 1
+    value = args[1] if args[1:] else None
+    if isinstance(value, LoopValue):
+        args = (parameter, _copied("grad", value, known))
+    if func != GET_GRADIENT:
+        _note_copied("grad", value, parameter, known)
     if is_elsewhere(parameter):
-        given = args[1:] and args[1]
-        if isinstance(given, LoopValue):
-            given.at(known.owner)
         return None
-    if func == _SET_GRADIENT and isinstance(args[1], LoopValue):
-        args = (parameter, args[1].at(known.owner))
     with DisableTorchFunctionSubclass():
         return func(*args)
 
@@ -334,7 +365,7 @@ class Gradients:
         self._question = f"grad of parameters of network {self._number}"
         for index, tensor in enumerate((*parameters, *buffers)):
             number = "parameter", index, "of network", self._number
-            enter_loop(tensor, InLoop(loop, owners[id(tensor)], self.of, tensor, number))
+            enter_loop(tensor, InLoop(loop, owners[id(tensor)], self, tensor, number))
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""
@@ -343,6 +374,12 @@ class Gradients:
             self._known = self._loop.job.script.collective(call)
             self._known_at = self._loop.num_changes
         return self._known.get(id(parameter))
+
+    def has(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> bool:
+        """Whether a tensor is in the memory of a gradient that was looked at: of one, or of any."""
+        found = self._known.values() if parameter is None else [self._known.get(id(parameter))]
+        memory = storage_of(tensor)
+        return any(one is not None and storage_of(one.held) == memory for one in found)
 
     def _learn(self) -> dict[int, LoopValue | None]:
         with self._loop.job.reporting(), DisableTorchFunctionSubclass():

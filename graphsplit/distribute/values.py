@@ -127,6 +127,8 @@ class LoopValue(torch.Tensor):
             what: The function of the script that asks.
         """
         self.loop.learn_told()
+        if self.loop.twins:
+            self.loop.twins.check_read(self.held)
         version = self._state()
         if self._known is None or self._known[0] != version:
             self._known = (
@@ -167,6 +169,8 @@ class LoopValue(torch.Tensor):
 
     def at(self, home: int) -> torch.Tensor:
         """The tensor inside, for an operation on another worker."""
+        if self.loop.twins:
+            self.loop.twins.check_read(self.held)
         if home == self.home:
             return self.held
         known = self.known_number
@@ -293,6 +297,9 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         loop.taken.note(name, (), [value.mark for value in values])
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
     home = _home(name, targets, values)
+    if loop.twins:
+        for target in targets:
+            loop.twins.check_write(target.held)
     taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
     if loop.rank != home and name in _INDEXING:  # how many a mask takes is not seen in shapes
         args = (args[0], _as_positions(name, args[1]), *args[2:])

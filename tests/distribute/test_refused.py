@@ -326,6 +326,63 @@ def test_a_value_of_the_script_that_the_network_holds_is_refused() -> None:
     assert "Fix: hold it in a buffer" in str(caught.value)
 
 
+def of_another_worker(kind: str) -> Loop:
+    """A gradient or data that is set to a value of another worker; one of the two is written to."""
+
+    def setting(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net = Three()
+        net = distribute(placed(net, [net.a, net.b, net.c], ranks))
+        (net(torch.ones(6, 8)).square().sum()).backward()
+        a, b = net.a.weight, net.b.weight
+        value = b.detach() * 2 if kind == "data" else a.grad * 2
+        if kind == "data":
+            with torch.no_grad():
+                a.data = value
+                a.mul_(2)
+            yield value.sum()
+        elif kind == "data of a gradient":
+            b.data = a.grad
+        elif kind == "gradient":
+            b.grad = a.grad
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        elif kind == "part":
+            b.grad = a.grad[:]
+        else:
+            b.grad = value
+            if kind == "value":
+                value.mul_(2)
+            elif kind == "copy":
+                b.grad.mul_(2)
+            elif kind == "backward":
+                net(torch.ones(6, 8)).sum().backward()
+            else:
+                net.zero_grad(set_to_none=False)
+            yield value.sum()
+
+    return setting
+
+
+class Three(torch.nn.Module):
+    """Three layers of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One after the other."""
+        found: torch.Tensor = self.c(self.b(self.a(x)))
+        return found
+
+
+OTHERS = ["gradient", "part", "value", "copy", "backward", "zeros", "data", "data of a gradient"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_value_of_another_worker_is_not_what_was_set(kind: str) -> None:
+    assert ".clone()" in raised(of_another_worker(kind))
+
+
 def test_data_of_a_network_that_has_made_no_call_is_no_value() -> None:
     def averaging(rank: int) -> None:
         net, slow = gs.distribute(small([0, 1, 0])), gs.distribute(small([0, 1, 0]))

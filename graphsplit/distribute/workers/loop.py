@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.workers.here import WITHOUT_PLACE, FromOutside, Here
+from graphsplit.distribute.workers.twins import Twins
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
@@ -54,6 +55,7 @@ class Loop:
         is_followed: Whether the backward under way runs operations of the script on shapes.
         unsent: Sends others the numbers that they wait for, of the backward under way.
         untold: Learns the numbers of others.
+        twins: Values of which parameters of other workers have copies.
     """
 
     def __init__(self, job: Job) -> None:
@@ -63,7 +65,7 @@ class Loop:
         self.here: dict[str, list[torch.Tensor]] = {}
         self.singles: dict[str, list[torch.Tensor]] = {}
         self.num_settled = 0
-        self.taken = FromOutside()
+        self.taken, self.twins = FromOutside(), Twins()
         self.is_calling = self.is_followed = False
         self.unsent: Callable[[], None] | None = None
         self.untold: Callable[[], None] | None = None
