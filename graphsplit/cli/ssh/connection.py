@@ -255,14 +255,16 @@ class HostConnection:
                 self._lose("the launcher's thread for it has failed")
 
     def _serve_until_lost(self) -> None:
+        beat_s = self._silence_s / BEATS
         while not self._lost:
-            self._look(self._silence_s / BEATS)
-            now_s = time.monotonic()
-            if now_s - self._told_s >= self._silence_s / BEATS:
-                self.tell(frames.Alive())
             limit_s = ANSWER_S if self._is_anew else self._silence_s
             is_watched = self._is_anew or self._is_watched
-            if is_watched and now_s - self._heard_s > limit_s:
+            left_s = max(0.0, self._heard_s + limit_s - time.monotonic())
+            self._look(min(beat_s, left_s) if is_watched else beat_s)
+            now_s = time.monotonic()
+            if now_s - self._told_s >= beat_s:
+                self.tell(frames.Alive())
+            if is_watched and now_s - self._heard_s >= limit_s:
                 self._lose(f"nothing was heard from it for {limit_s:g} s")
                 self._client.kill()
 

@@ -34,7 +34,7 @@ from graphsplit.cli.ssh.preparation import (
 from graphsplit.cli.tokens import kept_token
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.private_files import read_private_file
-from graphsplit.settings import NODE_TIMEOUT_S, is_label
+from graphsplit.settings import NODE_TIMEOUT_S, is_label, silence_within
 
 _LEAST_SILENCE_S = 10.0
 
@@ -174,7 +174,7 @@ def _silence_s(environ: Mapping[str, str]) -> float:
         found = float(environ.get("MS_NODE_TIMEOUT", "") or NODE_TIMEOUT_S)
     except ValueError:
         found = NODE_TIMEOUT_S
-    return max(_LEAST_SILENCE_S, found)
+    return max(_LEAST_SILENCE_S, silence_within(found))
 
 
 def _prepared(
