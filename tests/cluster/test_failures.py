@@ -118,6 +118,18 @@ def test_what_a_peer_saw_is_the_cause_when_nothing_better_comes(drive):
     assert (scheduler.last(0).cause.kind, scheduler.last(0).cause.rank) == ("timeout", 1)
 
 
+def test_what_peers_saw_of_one_that_falls_silent_waits_for_its_loss(drive):
+    scheduler = drive(num_workers=2, node_timeout_s=30).form()
+    scheduler.pass_time(25)
+    scheduler.say(0, Heartbeat(0, "step 0"))
+    scheduler.say(0, Failed(FailureCause("lost", "TransportError: nothing came back", rank=0)))
+    scheduler.pass_time(1.9)
+    assert not aborts(scheduler, 0)
+    scheduler.pass_time(0.6)
+    cause = scheduler.last(0).cause
+    assert (cause.kind, cause.rank) == ("lost", 1)
+
+
 def test_failures_that_follow_the_abort_are_acknowledged_but_never_causes(drive):
     scheduler = drive().form()
     scheduler.say(3, Failed(RAISED))

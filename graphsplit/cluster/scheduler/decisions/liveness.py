@@ -120,7 +120,11 @@ def _lose(job: JobState, worker: Worker, message: str) -> None:
 
 def decide(job: JobState) -> None:
     """Once the root cause of a failure is known: recover from it, or fail."""
-    cause = job.liveness.suspicion.due(job.now) if job.is_healthy else None
+    if not job.is_healthy:
+        return
+    half_s = job.rules.silence_s / 2  # peers hear nothing either, and may notice a little sooner
+    is_falling_silent = any(job.now - one.last_seen > half_s for one in job.roster)
+    cause = job.liveness.suspicion.due(job.now, is_somebody_falling_silent=is_falling_silent)
     if cause is None:
         return
     if recovery.can_recover(job, cause):

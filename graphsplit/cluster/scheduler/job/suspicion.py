@@ -10,7 +10,8 @@ first::
     2          a worker's stream broke, or it fell silent. Withdrawn if it comes back in time. Final
                after ``GRACE_S``.
     1          a worker reported what it saw of others: a peer is gone, a deadline passed. Final
-               after ``SEEN_GRACE_S``: workers tell at once what they see, and others know better.
+               after ``SEEN_GRACE_S``: workers tell at once what they see, and others know better;
+               and not while somebody is falling silent.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Suspicion:
         """When the grace is over; None while nobody is suspected."""
         return self._deadline if self._known else None
 
-    def due(self, now: float) -> FailureCause | None:
+    def due(self, now: float, *, is_somebody_falling_silent: bool) -> FailureCause | None:
         """The root cause, once nothing better is to be expected; else None."""
         if not self._known or now < self._deadline:
             return None
-        return max(self._known, key=lambda known: known[0])[1]
+        strength, cause = max(self._known, key=lambda known: known[0])
+        return None if strength == _SEEN and is_somebody_falling_silent else cause
