@@ -74,6 +74,7 @@ def our_ends(
                 *(0, number * num_workers + source, source, (source + 1) % num_workers),
                 *(torch.float32, (size // 4,), size),
                 lends=True,
+                keeps=True,
             )
             for source in range(num_workers)
         ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 
 from graphsplit.capture.graph import Node
+from graphsplit.capture.operations.effects import never_written
 from graphsplit.errors import StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.partition.spans import gradient_spans, value_spans
@@ -29,6 +31,7 @@ def channel_specs(
         depths: How many messages of an edge may be under way, where 2 are too few.
     """
     spans = {**gradient_spans(plan), **value_spans(plan)}
+    kept = never_written(plan.placed.graph.fx_graph)
     return {
         edge.index: _spec(
             plan,
@@ -36,6 +39,7 @@ def channel_specs(
             edge,
             span_bytes=spans.get(edge.index, 0),
             depth=depths.get(edge.index, ChannelSpec.depth),
+            kept=kept,
         )
         for edge in plan.edges
         if worker in (edge.source, edge.destination)
@@ -43,7 +47,13 @@ def channel_specs(
 
 
 def _spec(
-    plan: PartitionPlan, plan_number: int, edge: Edge, *, span_bytes: int, depth: int
+    plan: PartitionPlan,
+    plan_number: int,
+    edge: Edge,
+    *,
+    span_bytes: int,
+    depth: int,
+    kept: AbstractSet[str],
 ) -> ChannelSpec:
     node = plan.placed.graph.nodes[edge.value]
     what = {
@@ -68,6 +78,8 @@ def _spec(
         label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
         f"worker {edge.destination}",
         lends=_is_kept_inside(plan, edge),
+        keeps=edge.kind is EdgeKind.VALUE
+        and plan.placed.graph.nodes[plan.in_first_lane(edge.value)].name in kept,
         device=edge.meta.device,
     )
 

@@ -35,6 +35,8 @@ class ChannelSpec:
         max_bytes: The most memory one received value may take, strides included.
         depth: How many messages may be under way before ``send`` waits for the receiver.
         label: The edge in words, for errors: ``"conv1.relu: worker 3 -> worker 4"``.
+        lends: Received values are gone when the step is, so their memory may be used again.
+        keeps: Nobody writes to a value once it was sent, so it need not be copied.
         device: Where values are, on both ends: ``"cpu"``, or another device such as ``"cuda:0"``.
     """
 
@@ -48,6 +50,7 @@ class ChannelSpec:
     depth: int = 2
     label: str = ""
     lends: bool = False
+    keeps: bool = False
     device: str = "cpu"
 
 
@@ -60,7 +63,8 @@ class Sender(ABC):
     ) -> None:
         """Send a value; None is a value too (a gradient that does not exist).
 
-        The value is copied before this returns, so it may be modified afterwards. dtype, shape
+        The value is copied before this returns, so it may be modified afterwards, unless the spec
+        ``keeps``: then the sender may read from it until the receiver has taken it. dtype, shape
         and strides arrive unchanged; autograd history and ``requires_grad`` do not travel.
         Returns at once unless ``depth`` messages are under way; then waits for the receiver.
 

@@ -66,6 +66,25 @@ def test_values_of_all_sizes_pass_each_other_in_any_order(workers: Workers) -> N
             assert value is not None and value.shape == (size,) and value[-1] == step
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_value_is_copied_unless_nobody_writes_to_it(workers: Workers, keeps: bool) -> None:
+    spec = replace(spec_of(shape=(50_000,), max_bytes=200_000), keeps=keeps)
+    sender, receiver = workers.open(spec)
+    value = torch.arange(50_000.0)
+    expected, lies_at = value.clone(), value.data_ptr()
+    sender.send(value, step=0, microbatch=0)
+    ((payload, _),) = sender._under_way  # type: ignore[attr-defined]
+    assert (payload.data_ptr() == lies_at) == keeps
+    if not keeps:
+        value.zero_()
+    del value, payload
+    others = [torch.zeros(50_000) for _ in range(4)]
+    received = receiver.receive(step=0, microbatch=0)
+    assert (
+        received is not None and torch.equal(received, expected) and not any(map(torch.any, others))
+    )
+
+
 def test_a_large_value_under_way_when_its_plan_is_closed_does_not_hold_up_others(
     workers: Workers,
 ) -> None:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from graphsplit.capture.operations.memory_calls import KeepVersion, MemoryCall
 from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call, operands_at
 from graphsplit.torch_ext.attributes import schema_of, storage_of
-from graphsplit.torch_ext.private import FakeTensor, pytree
+from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel, pytree
 
 # Operators whose schema does not say that they write to their running statistics:
 # name -> (position of the flag that turns it on, positions of what is written).
@@ -27,6 +27,15 @@ HIDDEN_WRITES: dict[str, tuple[int, tuple[int, ...]]] = {
     "aten::cudnn_batch_norm": (5, (3, 4)),
     "aten::miopen_batch_norm": (5, (3, 4)),
     "aten::instance_norm": (5, (3, 4)),
+}
+# Operators that stand for others, all of which make new memory.
+_MAKE_MEMORY = {
+    *("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d"),
+    *("aten::max_pool1d", "aten::max_pool2d", "aten::max_pool3d", "aten::avg_pool1d"),
+    *(f"aten::adaptive_avg_pool{dims}d" for dims in (1, 2, 3)),
+    *("aten::softmax.int", "aten::log_softmax.int", "aten::cross_entropy_loss"),
+    *("aten::batch_norm", "aten::layer_norm", "aten::group_norm", "aten::rms_norm"),
+    *("aten::scaled_dot_product_attention", "aten::nll_loss", "aten::embedding_bag"),
 }
 # In ``Node.meta``: set where an in-place operation has become one that makes memory of its own. Its
 # fake tensor, and those of views of it, still lie where the operand lies.
@@ -174,6 +183,36 @@ def roots_of(node: Node, roots: Mapping[Node, frozenset[Node]]) -> frozenset[Nod
         return frozenset(found - {producer})
     first = next(u for u in producer.users if u is node or _is_element_like(u, node))
     return roots[first] if first in roots else frozenset({node})
+
+
+def never_written(graph: torch.fx.Graph) -> frozenset[str]:
+    """Operations whose results nobody writes to, in the step or after it.
+
+    ATen has made their memory, and neither parameters, inputs and outputs of the graph may lie in
+    it, nor what an operation modifies. None where some operation does not say what it shares, or
+    runs code that the graph does not show: that may keep what it sees, as an array of numpy.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if not all(map(_says_what_it_shares, calls)):
+        return frozenset()
+    roots: dict[Node, frozenset[Node]] = {}
+    for node in graph.nodes:  # by the schemas alone: fake tensors are not asked what may be shared
+        roots[node] = frozenset().union(*map(roots.__getitem__, aliased_operands(node))) or {node}
+    seen = {node for node in graph.nodes if node.op != "call_function"}
+    seen.update(*(roots[node] for node in graph.output_node().all_input_nodes))
+    seen.update(*(roots[written] for node in calls for written in written_operands(node)))
+    return frozenset(node.name for node in calls if seen.isdisjoint(roots[node]))
+
+
+def _says_what_it_shares(node: Node) -> bool:
+    """Whether a result shares memory with operands only if the schema or a tag says so."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return target is operator.getitem
+    if "unsafe" in target.name() or "lift" in target.name():
+        return False
+    is_taken_apart = has_kernel(target.name(), "CompositeImplicitAutograd")
+    return not is_taken_apart or target.name() in _MAKE_MEMORY or bool(aliased_operands(node))
 
 
 def _is_element_like(other: Node, node: Node) -> bool:

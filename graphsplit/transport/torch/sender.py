@@ -75,9 +75,10 @@ class TorchSender(CreditedSender):
             self._under_way.append(None)
             self._link.put_device(record, payload)
             return
-        source = octets(memory, frame.payload_bytes) if is_payload else None
-        payload = self._pool.take(frame.payload_bytes) if is_payload else pack(memory)[0]
-        sends = self._link.writer.put_large(record, payload, source)
+        source = octets(memory, frame.payload_bytes) if is_payload else pack(memory)[0]
+        is_copied = is_payload and not self.spec.keeps
+        payload = self._pool.take(frame.payload_bytes) if is_copied else source
+        sends = self._link.writer.put_large(record, payload, source if is_copied else None)
         self._under_way.append((payload, sends))
 
     def credited(self, messages: int) -> None:
