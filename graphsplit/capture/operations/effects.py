@@ -197,7 +197,8 @@ def never_written(graph: torch.fx.Graph) -> frozenset[str]:
         return frozenset()
     roots: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:  # by the schemas alone: fake tensors are not asked what may be shared
-        roots[node] = frozenset().union(*map(roots.__getitem__, aliased_operands(node))) or {node}
+        shared = frozenset[Node]().union(*(roots[operand] for operand in aliased_operands(node)))
+        roots[node] = shared or frozenset({node})
     seen = {node for node in graph.nodes if node.op != "call_function"}
     seen.update(*(roots[node] for node in graph.output_node().all_input_nodes))
     seen.update(*(roots[written] for node in calls for written in written_operands(node)))
