@@ -28,12 +28,12 @@ from graphsplit.cli.ssh.preparation import (
     scheduler_address,
     setups,
 )
-from graphsplit.cluster.text import aligned
 from graphsplit.encoding.links import MeasuredHost, MeasuredLink, MeasuredLinks
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.ports import holder_of, is_free
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import NODE_TIMEOUT_S, ClusterSettings
+from graphsplit.text import align
 
 _HERE = "this machine"
 _PORT = 8118
@@ -262,7 +262,7 @@ def facts_table(facts: Mapping[str, Facts], *, late_s: Mapping[str, float]) -> s
     if late_s:
         rows.append(("address", *(one.address or "unknown" for one in facts.values())))
         rows.append(("clock", *(f"{-late_s[name]:+.1f} s" for name in facts)))
-    return "\n".join(aligned(rows))
+    return "\n".join(align(rows))
 
 
 def links_table(measured: Mapping[tuple[str, str], frames.Measured]) -> str:
@@ -271,7 +271,7 @@ def links_table(measured: Mapping[tuple[str, str], frames.Measured]) -> str:
     for (name, other), link in measured.items():
         latency = f"{link.latency_s * 1e3:.3f} ms"
         rows.append((name, other, latency, f"{link.bytes_per_s / 1e6:.0f} MB/s"))
-    return "\n".join(aligned(rows))
+    return "\n".join(align(rows))
 
 
 def _in_words(num_problems: int, num_remarks: int) -> str:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,6 +28,7 @@ from graphsplit.placement.match import operations_by_module
 from graphsplit.placement.replicas import replicated
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
 from graphsplit.placement.whole import nearest
+from graphsplit.text import short_source
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 
@@ -264,7 +265,7 @@ class _Writer:
 
     def _why_module(self, path: str) -> str:
         if path in self._code:
-            return f"in the code at {_short(self._code[path].source)}"
+            return f"in the code at {short_source(self._code[path].source)}"
         inside = [
             position
             for own_path, operations in self._own.items()
@@ -340,10 +341,6 @@ def _kind(reason: str) -> str:
     if reason.startswith(("module ", "the network")):
         return "the placement of modules"
     return "gs.place" if reason.startswith("gs.place") else "rules"
-
-
-def _short(source: str) -> str:
-    return "/".join(PurePath(source).parts[-2:])
 
 
 def _scalar(text: str) -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 from graphsplit.encoding.links import MeasuredLinks, read_links
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.explain.folding import align
 from graphsplit.partition.explain.operations import values_read, what_crosses
 from graphsplit.partition.plan import Edge, PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.schedule.costs import Costs, Host, LinkCost
+from graphsplit.text import align
 from graphsplit.viz.report import seconds_in_words
 
 Links = str | os.PathLike[str] | Mapping[tuple[int, int], tuple[float, float]]

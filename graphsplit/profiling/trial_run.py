@@ -15,13 +15,13 @@ import torch
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.checks.one_state import opaque_calls
-from graphsplit.partition.explain.folding import align
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.segments.code import build_code
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.simulation.timeline import Timeline
+from graphsplit.text import align
 from graphsplit.viz.report import seconds_in_words
 
 _MAX_RUNS = 4  # the first one warms up

@@ -23,6 +23,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import EVERYWHERE
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
+from graphsplit.text import align
 
 _SHOWN = 3  # of a long run of instructions that follow each other in a circle
 
@@ -223,12 +224,6 @@ def draw_circle(rows: Sequence[tuple[int, Sequence[Instruction]]]) -> list[str]:
         cells.append([f"worker {worker}", *texts])
     if len(cells) > _MAX_ROWS:
         cells[_MAX_ROWS - 1 : -1] = [[f"... {len(cells) - _MAX_ROWS} more workers"]]
-    num_columns = max(map(len, cells))
-    header = ["time", "now", *["then"] * (num_columns - 2)]
-    table = [header, *cells]
-    widths = [max((len(r[c]) for r in table if len(r) > c), default=0) for c in range(num_columns)]
-    lines = ["each is stopped at its first instruction; '--> n' is what worker n waits for:"]
-    for row in table:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        lines.append("  " + "  ".join(padded).rstrip())
-    return lines
+    header = ["time", "now", *["then"] * (max(map(len, cells)) - 2)]
+    first = "each is stopped at its first instruction; '--> n' is what worker n waits for:"
+    return [first, *(f"  {line}" for line in align([header, *cells]))]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.explain.folding import align
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.schedule.simulation.timeline import Timeline
+from graphsplit.text import align
 from graphsplit.viz.chrome import chrome_trace
 from graphsplit.viz.svg import draw_timelines
 

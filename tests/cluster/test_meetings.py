@@ -4,7 +4,6 @@ import hashlib
 
 from graphsplit.cluster.scheduler.job.events import Disconnected
 from graphsplit.cluster.scheduler.job.state import JobPhase
-from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.wire.messages import (
     Abort,
@@ -14,6 +13,7 @@ from graphsplit.cluster.wire.messages import (
     Text,
     TextWanted,
 )
+from graphsplit.text import cut_middle, first_difference, split_lines
 
 
 def barrier(name="epoch"):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
-from graphsplit.cluster.text import cut_end, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
 from graphsplit.frames import line_at, own_and_torchs
+from graphsplit.text import cut_end, encodable
 
 _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from graphsplit.cluster.member.calls import CallHistory
-from graphsplit.cluster.text import cut_end, cut_middle, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.errors import (
     FrameError,
@@ -24,6 +23,7 @@ from graphsplit.errors import (
 )
 from graphsplit.frames import line_now, line_of, whole_traceback
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
+from graphsplit.text import cut_end, cut_middle, encodable
 
 
 @dataclass(frozen=True)

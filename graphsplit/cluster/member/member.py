@@ -14,7 +14,6 @@ from graphsplit.cluster.member.forked import drop_in_children
 from graphsplit.cluster.member.identity import NodeIdentity, ReportedPosition
 from graphsplit.cluster.member.membership import Membership
 from graphsplit.cluster.member.state_machine import MemberPhase, MemberState
-from graphsplit.cluster.text import split_lines
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import STOPPED, MeetingKind, Peer
 from graphsplit.errors import ClusterError, JobFailedError, PlanMismatchError
@@ -23,6 +22,7 @@ from graphsplit.logs import teller
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
+from graphsplit.text import split_lines
 
 __all__ = ["Member", "NodeIdentity", "Peer", "ReportedPosition"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
 from graphsplit.cluster.status.watchdog import waits_in_words
-from graphsplit.cluster.text import aligned, join_numbers
+from graphsplit.text import align, join_numbers
 
 _HEADS = ("rank", "process", "state", "progress", "heard", "where it is")
 
@@ -28,7 +28,7 @@ def status_table(status: JobStatus) -> str:
         )
     if status.workers:
         rows = [_row(status, worker) for worker in status.workers]
-        lines += ["", *aligned([_HEADS, *rows])]
+        lines += ["", *align([_HEADS, *rows])]
     if status.missing:
         lines += ["", f"nobody yet for ranks {join_numbers(status.missing)}"]
     if status.cause is not None:

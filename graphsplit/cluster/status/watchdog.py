@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphsplit.cluster.status.job_status import FINISHED, RUNNING, JobStatus, WorkerStatus
-from graphsplit.cluster.text import join_numbers
+from graphsplit.text import join_numbers
 
 _MOST_CHAINS = 8
 _MOST_LINKS = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from graphsplit.cluster.text import cut_end, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.security.grpc_ports import keepalive, server_limits
+from graphsplit.text import cut_end, encodable
 
 SERVICE = "graphsplit.cluster.v1.Cluster"
 METHOD = "Session"

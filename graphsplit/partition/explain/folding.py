@@ -113,15 +113,3 @@ def _renumbered(group: _Group, number: str) -> tuple[Row, ...]:
         )
         for row in group.rows
     )
-
-
-def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
-    """Lines with aligned columns, two spaces apart; columns in ``right`` end flush."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

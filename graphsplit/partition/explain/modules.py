@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.explain.folding import Row, align, fold_repetitions
+from graphsplit.partition.explain.folding import Row, fold_repetitions
 from graphsplit.partition.explain.operations import ROOT
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import EVERYWHERE
+from graphsplit.text import align
 
 _OWN = "(its own operations)"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")

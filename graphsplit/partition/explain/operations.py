@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import PurePath
 
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.explain.folding import Row, align, fold_repetitions
+from graphsplit.partition.explain.folding import Row, fold_repetitions
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.text import align, short_source
 
 ROOT = "(network)"
 
@@ -61,13 +61,13 @@ def _operation_rows(plan: PartitionPlan) -> list[Row]:
             continue
         reason = plan.placed.reasons[position]
         if node.annotation is not None:
-            reason = reason.replace(node.annotation.source, _short(node.annotation.source))
+            reason = reason.replace(node.annotation.source, short_source(node.annotation.source))
         cells = (
             _named(node),
             str(node.meta) if node.meta is not None else "(no tensor)",
             f"worker {plan.placed.workers[position]}",
             reason,
-            _short(node.source),
+            short_source(node.source),
         )
         rows.append(Row(node.module_path, cells, frozenset({0, 3})))
     return rows
@@ -78,11 +78,6 @@ def _named(node: Node) -> str:
     parts = node.target.split(".")
     operation = parts[1] if len(parts) == 3 else node.target  # aten.conv2d.default
     return node.name if node.name.startswith(operation) else f"{node.name} = {operation}"
-
-
-def _short(source: str) -> str:
-    """``file:line`` with the last folder only: the same text on every machine."""
-    return "/".join(PurePath(source).parts[-2:])
 
 
 def _by_module(rows: Sequence[Row]) -> list[str]:

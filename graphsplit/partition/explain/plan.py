@@ -12,7 +12,7 @@ from graphsplit.guards.check import Watched
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, Frozen, shown
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.explain.folding import Row, align, fold_repetitions
+from graphsplit.partition.explain.folding import Row, fold_repetitions
 from graphsplit.partition.explain.modules import module_lines, size_of, unplaced_lines
 from graphsplit.partition.explain.operations import crossing_lines, operation_lines, state_lines
 from graphsplit.partition.explain.traffic import (
@@ -24,6 +24,7 @@ from graphsplit.partition.explain.traffic import (
 )
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import EVERYWHERE
+from graphsplit.text import align
 
 Detail = Literal["modules", "operations", "state"]
 WIDTH = 120

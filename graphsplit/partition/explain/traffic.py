@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.explain.folding import align
 from graphsplit.partition.explain.operations import ROOT, values_read, what_crosses
 from graphsplit.partition.plan import EdgeKind, Exchange, PartitionPlan
 from graphsplit.partition.replicas.blocks import sent_per_step
+from graphsplit.text import align
 
 _MAX_VALUES = 12
 _MAX_PAIRS = 16

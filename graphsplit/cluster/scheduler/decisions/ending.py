@@ -8,12 +8,12 @@ from graphsplit.cluster.scheduler.job.events import Exit, Interrupted, TellLaunc
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.status.watchdog import standing_still
-from graphsplit.cluster.text import join_numbers
 from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
 from graphsplit.cluster.wire.messages import STOPPED, Abort, Arrive, StopSoon
 from graphsplit.errors import STOPPED_STATUS
 from graphsplit.failure import FailureCause
 from graphsplit.launcher_line import GivenUp, Over
+from graphsplit.text import join_numbers
 
 
 def finish(job: JobState, arrival: Arrive) -> None:

@@ -7,10 +7,10 @@ from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.formation import bit_warnings, choose_seed, missing_ranks
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
-from graphsplit.cluster.text import forming_line, join_numbers
 from graphsplit.cluster.wire.limits import FORMING_REPORT_INTERVAL_S
 from graphsplit.cluster.wire.messages import Formed, Ready, Register, Started
 from graphsplit.failure import FailureCause
+from graphsplit.text import forming_line, join_numbers
 
 
 def fill(job: JobState) -> None:

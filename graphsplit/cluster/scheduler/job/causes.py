@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.text import join_numbers
 from graphsplit.cluster.wire.messages import Arrive
 from graphsplit.failure import FailureCause
+from graphsplit.text import join_numbers
 
 LEFT_EARLY = "lost: it left before the job was finished, and reported no error"
 LINGERED = "it did not leave when the job had ended"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from graphsplit.cluster.text import join_numbers
 from graphsplit.cluster.wire.messages import ASKING, CALL_OF, END_OF_SCRIPT, CallMade, CallsMade
+from graphsplit.text import join_numbers
 
 _MOST_GROUPS = 8
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphsplit.cluster.text import cut_end, first_difference
 from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.wire.messages import Arrive
+from graphsplit.text import cut_end, first_difference
 
 _LINE_CHARS = 1_000
 

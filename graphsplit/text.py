@@ -1,8 +1,10 @@
-"""Texts for people: lists of ranks, the first difference of two texts, cuts to a length. Pure."""
+"""Texts for people: tables, lists of ranks, first differences, cuts to a length. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import PurePath
 
 _CUT = "\n... ({} characters left out) ...\n"
 
@@ -21,10 +23,24 @@ def forming_line(num_workers: int, missing: Sequence[int]) -> str:
     return f"{registered} of {num_workers} workers registered, missing ranks {ranks}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table's lines, with two blanks between its columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
+    """A table's lines, two spaces between its columns; columns in ``right`` end flush.
+
+    Rows may be shorter than others.
+    """
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def short_source(source: str) -> str:
+    """``file:line`` with the last folder only: the same text on every machine."""
+    return "/".join(PurePath(source).parts[-2:])
 
 
 def cut_middle(text: str, most: int) -> str:
