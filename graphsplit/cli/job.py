@@ -172,6 +172,9 @@ def _with_options(
     @wraps(command)
     def call(**given: Any) -> None:
         parts = {name: given.pop(name) for name in names if name in given}
+        if str(parts["script"]) == "-m" and parts["arguments"]:  # behind "--", as python has it
+            module, *rest = parts["arguments"]
+            parts |= {"as_module": True, "script": Path(module), "arguments": tuple(rest)}
         if not parts.get("as_module") and given.get("remote") is None:
             _check_file(parts["script"])
         parts |= _part_of(parts, given)

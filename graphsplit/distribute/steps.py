@@ -73,7 +73,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if is_stepping or loop is None:
         return
     if not loop.is_in_backward:  # else a hook of one worker's parameter steps
-        loop.taken.note(f"{type(optimizer).__name__}.step", _settings(optimizer))
+        loop.taken.note_step(optimizer, _settings(optimizer))
     problems = rules_problems(optimizer, None, None)
     if has_closure:
         problems.append(

@@ -9,7 +9,12 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     other keys         {"$map": [[key, value], ...]}
     Counter            {"$counter": [[key, count], ...]}
     set, frozenset     {"$set": [...]}
-    bytes, complex     {"$bytes": "00ff"}, {"$complex": [real, imaginary]}
+    deque              {"$deque": [[...], maxlen]}
+    bytes, bytearray   {"$bytes": "00ff"}
+    complex            {"$complex": [real, imaginary]}
+    array of Python    {"$array": [typecode, {"$bytes": ...}]}
+    number of NumPy    {"$numpy": ["<f8", "00ff"]}
+    array of NumPy     {"$ndarray": ["<f8", shape, {"$tensor": ...}]}, its bytes
     dtype, device      {"$dtype": "float32"}, {"$device": "cpu"}
     SimpleNamespace    {"$namespace": {...}}
     member of an Enum  {"$enum": ["module:Class", "NAME"]}
@@ -20,15 +25,17 @@ of an enumeration is found among those that the process has loaded, never import
 
 from __future__ import annotations
 
+import array
 import json
 import marshal
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphsplit.errors import CheckpointError, StateError
@@ -37,6 +44,32 @@ from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
 _PAIRS = ("$map", "$counter")
 _WITHOUT_REFERENCES = 2  # later versions write equal values differently
+_NUMBERS = "biufcmM"  # kinds of NumPy's dtypes whose bytes are all that there is
+# Classes that are written as one tagged value, with the function that makes it and the one that
+# takes it. Who sent it is not trusted: none of them may take much memory for little text.
+_TAGGED: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    set: ("$set", list, set),
+    frozenset: ("$frozenset", list, frozenset),
+    deque: ("$deque", lambda v: [list(v), v.maxlen], lambda pair: _of_pair(deque, pair)),
+    bytes: ("$bytes", bytes.hex, bytes.fromhex),
+    bytearray: ("$bytearray", bytearray.hex, bytearray.fromhex),
+    complex: ("$complex", lambda v: [v.real, v.imag], lambda pair: _of_pair(complex, pair)),
+    array.array: (
+        "$array",
+        lambda v: [v.typecode, v.tobytes()],
+        lambda pair: _of_pair(array.array, pair),
+    ),
+    SimpleNamespace: ("$namespace", vars, lambda values: SimpleNamespace(**values)),
+    torch.device: ("$device", str, torch.device),
+}
+
+
+def _of_pair(kind: Callable[[Any, Any], Any], pair: Any) -> Any:
+    first, second = pair
+    return kind(first, second)
+
+
+_BY_TAG = {tag: made for tag, _, made in _TAGGED.values()}
 _TOO_DEEP = "it is nested too deeply, or contains itself"
 
 
@@ -122,6 +155,8 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
         return _encode_mapping(value, tensors, path)
     if isinstance(value, Enum) and value.name in kind.__members__:  # no flags put together
         return {"$enum": [f"{kind.__module__}:{kind.__qualname__}", value.name]}
+    if has_bits(value):
+        return _encode_bits(value, tensors, path)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (list, tuple)):
@@ -131,21 +166,16 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
         return value
     if isinstance(value, int):
         return int(value)
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {f"${kind.__name__}": str(value).removeprefix("torch.")}
-    if isinstance(value, (set, frozenset)):
-        tag = "$set" if isinstance(value, set) else "$frozenset"
-        return {tag: [_encode(item, tensors, path) for item in value]}
-    if isinstance(value, bytes):
-        return {"$bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"$complex": _encode([value.real, value.imag], tensors, path)}
-    if isinstance(value, SimpleNamespace):
-        return {"$namespace": _encode_mapping(vars(value), tensors, path)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    base = next((base for base in kind.__mro__ if base in _TAGGED), None)
+    if base is not None:
+        tag, parts_of, _ = _TAGGED[base]
+        return {tag: _encode(parts_of(value), tensors, path)}
     raise StateError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__} and cannot be saved; "
-        f"expected tensors, numbers, strings, bytes, None, dtypes, devices, members of "
-        f"enumerations, and lists, tuples, sets or mappings of them\n"
+        f"expected tensors, numbers and arrays, strings, bytes, None, dtypes, devices, "
+        f"members of enumerations, and lists, tuples, sets or mappings of them\n"
         f"  Fix: leave it out of the state, or turn it into one of these."
     )
 
@@ -167,6 +197,21 @@ def _encode_tensor(
     if strides != contiguous_strides(value.shape) and _is_dense(value.shape, list(strides)):
         node["strides"] = list(strides)
     return node
+
+
+def has_bits(value: Any) -> bool:
+    """Whether this is a number or an array of NumPy that is all in its bytes and its dtype."""
+    if type(value) is np.ndarray:
+        return value.dtype.kind in _NUMBERS and value.flags.c_contiguous
+    is_number = isinstance(value, np.generic) and value.dtype.kind in _NUMBERS
+    return is_number and np.dtype(value.dtype.str).type is type(value)  # not np.longlong
+
+
+def _encode_bits(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
+    if not isinstance(value, np.ndarray):
+        return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
+    octets = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+    return {"$ndarray": [value.dtype.str, list(value.shape), _encode(octets, tensors, path)]}
 
 
 def _encode_mapping(
@@ -220,23 +265,19 @@ def decode(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _decode_rare(tag: str, content: Any) -> Any:
+    if tag in _BY_TAG:
+        return _BY_TAG[tag](content)
     match tag, content:
-        case "$set", list(items):
-            return set(items)
-        case "$frozenset", list(items):
-            return frozenset(items)
-        case "$bytes", str(text):
-            return bytes.fromhex(text)
-        case "$complex", [float() | int() as real, float() | int() as imaginary]:
-            return complex(real, imaginary)
         case "$dtype", str(name) if name in DTYPES:
             return DTYPES[name]
-        case "$device", str(name):
-            return torch.device(name)
-        case "$namespace", dict(values):
-            return SimpleNamespace(**values)
         case "$enum", [str(where), str(name)]:
             return _member(where, name)
+        case "$numpy", [str(kind), str(text)] if kind[1:2] in _NUMBERS:
+            return np.frombuffer(bytes.fromhex(text), kind)[0]
+        case "$ndarray", [str(kind), list(shape), torch.Tensor() as octets] if (
+            kind[1:2] in _NUMBERS
+        ):
+            return np.frombuffer(octets.numpy().tobytes(), kind).reshape(shape).copy()
     raise CheckpointError(f"a saved value is marked {tag!r}, which nobody writes")
 
 

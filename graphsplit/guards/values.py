@@ -337,7 +337,11 @@ def is_plain(frozen: Any) -> bool:
         return frozen.content is not None or (
             all(map(is_plain, frozen.items)) and all(map(is_plain, frozen.keys))
         )
-    return frozen is None or frozen is MISSING or isinstance(frozen, (*BY_VALUE, enum.Enum))
+    return (
+        frozen is None
+        or frozen is MISSING
+        or isinstance(frozen, (*BY_VALUE, np.generic, enum.Enum))
+    )
 
 
 def with_leaves(frozen: Any, change: Callable[[Any], Any]) -> Any:

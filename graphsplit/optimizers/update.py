@@ -329,6 +329,9 @@ def rules_problems(optimizers: Any, clip: Any, scaler: Any) -> list[str]:
 # classes that are not torch's, these alone are known to be the script's.
 _COMPARED = ("lr", "weight_decay", "momentum", "betas", "eps")
 _MAX_TOLD = 24  # numbers; a checksum stands for the rest
+MOST_SETTINGS = _MAX_TOLD + 1
+"""How many numbers ``Settings`` gives at most."""
+
 _NONE = float("nan")
 
 

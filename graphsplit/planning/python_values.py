@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
+from graphsplit.encoding.values import has_bits
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
@@ -179,16 +182,21 @@ def _is_kept(frozen: Any) -> bool:
 
 def can_be_written(value: Any) -> bool:
     """Whether a value that was written comes back as it was, classes of containers included."""
-    if type(value) is SimpleNamespace:
+    kind = type(value)
+    if kind is SimpleNamespace:
         return can_be_written(vars(value))
     if isinstance(value, dict):
-        return type(value) is dict and all(map(can_be_written, (*value, *value.values())))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value) in (list, tuple, set, frozenset) and all(map(can_be_written, value))
+        return kind in (dict, Counter) and all(map(can_be_written, (*value, *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return kind in _OF_VALUES and all(map(can_be_written, value))
     if isinstance(value, Enum):
-        return value.name in type(value).__members__
-    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-    return value is None or value is MISSING or isinstance(value, plain)
+        return value.name in kind.__members__
+    return value is MISSING or has_bits(value) or isinstance(value, _WRITTEN)
 
 
+_OF_VALUES = (list, tuple, set, frozenset, deque)
+_WRITTEN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, array),
+    *(torch.dtype, torch.device),
+)
 _UNKNOWN = object()  # no value is the same

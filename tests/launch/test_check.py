@@ -149,12 +149,13 @@ def test_steps_may_stand_on_both_sides_of_the_script(
     assert f"[plain] {seen}" in out
 
 
-def test_a_module_is_checked_too(checking: Checking) -> None:
+@pytest.mark.parametrize("behind", ["", " --"])
+def test_a_module_is_checked_too(checking: Checking, behind: str) -> None:
     status, out, err = checking.run(
-        "notes(['1']); print(__spec__.name)", "-m", "SCRIPT", "--steps 1"
+        "notes(['1']); print(__spec__.name, sys.argv[1:])", f"--steps 1{behind}", "-m", "SCRIPT a"
     )
     assert status == 0, err
-    assert "[plain] script" in out and "[worker 1] script" in out
+    assert "[plain] script ['a']" in out and "[worker 1] script ['a']" in out
     assert "Compared 1 training step," in out
 
 

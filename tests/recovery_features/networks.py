@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -123,10 +125,13 @@ class Weighed(nn.Module):
         self.space, self.shift = SimpleNamespace(bias=0.0, unused=object()), shifting()
         self.means: list[torch.Tensor] = []
         self.last: torch.Tensor | None = None
+        self.rate, self.counted, self.levels = np.float64(1), np.int64(0), np.ones(2, np.float32)
+        self.recent = deque([0.5], maxlen=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls, self.counted = self.calls + 1, self.counted + 1
         hidden = torch.relu(self.first(x)) * self.scale + self.calls / 100
+        hidden = hidden * self.rate + float(self.levels[0]) * self.recent[-1] + self.counted
         self.means = [*self.means[-1:], hidden.detach().mean(0)]
         hidden = self.last = hidden + sum(self.means)
         hidden = self.shift(hidden) + self.space.bias
@@ -139,7 +144,7 @@ class Annealing(gs.callbacks.Callback):
         self.net = net
 
     def on_step_end(self, context: Any) -> None:
-        self.net.scale *= 0.9
+        self.net.scale, self.net.rate = self.net.scale * 0.9, self.net.rate * 0.9
         self.net.flag = not self.net.flag
         self.net.space.bias, self.net.space.unused = self.net.space.bias + 0.125, object()
         self.net.shift.__kwdefaults__["twice"] += 0.25
@@ -157,9 +162,13 @@ def python_values(place: bool = True) -> Any:
         model.train(1, data, callbacks=[Annealing(net)])
         for x, y in data:
             net.scale += 0.25
+            net.rate = net.rate + 0.1
             found.append(model.train_step(x, y))
         found.append(model.eval(data))
-    return found, all_of(model), net.scale, net.calls, net.flag
+        net.levels[0] *= 0.5
+        net.recent.append(net.recent[-1] / 3)
+    of_numpy = [(type(v), v.tobytes()) for v in (net.rate, net.counted, net.levels)]
+    return found, all_of(model), net.scale, net.calls, net.flag, of_numpy, list(net.recent)
 
 
 class Appending(nn.Module):

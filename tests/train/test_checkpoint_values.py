@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, OrderedDict
+from array import array
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from enum import Flag, IntEnum
 from types import SimpleNamespace
@@ -97,10 +98,8 @@ def test_an_encoder_notices_what_was_changed_in_place_and_types_that_compare_equ
 
 def test_an_encoder_tells_values_apart_that_have_the_same_bytes() -> None:
     encoder = Encoder()
-    assert encoder([np.float64(0.0)], {}, path="x") == [0.0]
-    for other in (np.int64(0), np.zeros(1), bytearray(8)):
-        with pytest.raises(StateError, match="x/0 is a"):
-            encoder([other], {}, path="x")
+    for value in (np.float64(0.0), np.int64(0), np.zeros(1), bytearray(8), 0.0, bytes(8)):
+        assert encoder([value], {}, path="x") == encode([value], {}, path="x")
 
 
 def test_an_encoder_looks_at_tensors_anew() -> None:
@@ -180,19 +179,38 @@ def test_plain_values_that_json_has_no_word_for_come_back() -> None:
     values = [
         {1, "a"}, frozenset({2.5}), b"\0\xff", complex(float("inf"), -0.0), torch.float16,
         torch.device("cpu"), SimpleNamespace(a=(1,), b=None), Color.RED, {Color.RED: {Color.RED}},
-        Style.WIDE,
+        Style.WIDE, bytearray(b"\0\xff"), deque([1, 2.5], maxlen=3), deque([(1,)]),
+        array("d", [0.1, -0.0]), array("b"),
     ]  # fmt: skip
     assert repr(there_and_back(values)) == repr(values)
     assert there_and_back(Names("a")) == {"a"}
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        *(np.float64(-0.0), np.float32(0.1), np.float16("nan"), np.int8(-3), np.uint64(2**64 - 1)),
+        *(np.bool_(True), np.complex64(1 - 0j), np.datetime64("2026-11-27", "D"), np.longdouble(1)),
+        *(np.arange(6.0).reshape(2, 3), np.zeros((0, 4), np.int16), np.array(2.5, ">f4")),
+    ],
+)
+def test_numbers_of_numpy_come_back_with_their_type_and_bits(value: Any) -> None:
+    found = there_and_back(value)
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert found.tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize(
     ("value", "message"),
     [
         ({"scheduler": {"fn": math.sqrt}}, r"extra/scheduler/fn is a builtins\.builtin_function"),
-        ({"seen": [1, {range(3)}]}, r"extra/seen/1 is a builtins\.range"),
+        ({"seen": [1, {range(3)}]}, r"extra/seen/1/0 is a builtins\.range"),
         ({"w": torch.ones(2).to_sparse()}, r"extra/w is a torch\.sparse_coo tensor"),
-        (bytearray(b"bytes"), r"extra is a builtins\.bytearray"),
+        (np.array([None]), r"extra is a numpy\.ndarray"),
+        (np.zeros((2, 3)).T, r"extra is a numpy\.ndarray"),
+        (np.longlong(3), r"extra is a numpy\.longlong"),
         ([Style.BOLD | Style.WIDE], r"extra/0 is a .*Style and cannot be saved"),
     ],
 )
@@ -224,6 +242,15 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         {"$device": "the moon"},
         {"$namespace": {"$map": [[1, 2]]}},
         {"$enum": ["os:system", "true"]},
+        {"$bytearray": 1 << 40},
+        {"$deque": [[1]]},
+        {"$array": ["d", 1 << 40]},
+        {"$array": ["x", {"$bytes": ""}]},
+        {"$numpy": ["|O8", "0000000000000000"]},
+        {"$numpy": ["<U3", ""]},
+        {"$numpy": ["<f8", "00"]},
+        {"$ndarray": ["<f8", [1 << 40], {"$tensor": "t"}]},
+        {"$ndarray": ["|V8", [3], {"$tensor": "t"}]},
         {"$tensor": "t", "strides": [1]},
         {"$tensor": "t", "strides": [1, 1 << 40]},
         {"$tensor": "t", "strides": [-3, 1]},

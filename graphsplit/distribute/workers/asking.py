@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from graphsplit.cluster.wire.messages import ASKING
-from graphsplit.distribute.workers.here import MOST_TOLD_BYTES, WITHOUT_PLACE, Here
+from graphsplit.distribute.workers.here import MOST_TOLD_BYTES, WITHOUT_PLACE, Here, TakenNumbers
 from graphsplit.distribute.workers.loop import Loop, laid_out
 from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.job.script import ModelCall
@@ -184,7 +184,7 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
             loop.unsent = partial(_send, here, [here.told(), *pieces])
             for value, (is_fixed, number) in zip(own, told, strict=True):
                 value.learn(number, is_fixed=is_fixed, version=value.version())
-    checksum = loop.taken.checksum
+    taken = loop.taken.now()
     of_others = {
         home: [(value, value.version()) for value in values if value.home == home] for home in homes
     }
@@ -192,7 +192,7 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
     def learn() -> None:
         with DisableTorchFunctionSubclass(), torch.no_grad(), here.about(_OF_BACKWARD):
             for home, pairs in of_others.items():
-                told = _told(here, [value for value, _ in pairs], home, checksum)
+                told = _told(here, [value for value, _ in pairs], home, taken)
                 for (value, version), (is_fixed, number) in zip(pairs, told, strict=True):
                     value.learn(number, is_fixed=is_fixed, version=version)
 
@@ -206,7 +206,7 @@ def _send(here: Here, pieces: Sequence[torch.Tensor]) -> None:
 
 
 def _told(
-    here: Here, values: Sequence[Any], home: int, mine: int
+    here: Here, values: Sequence[Any], home: int, mine: TakenNumbers
 ) -> list[tuple[bool, torch.Tensor]]:
     sizes = [s for value in values for s in (1, value.held.nbytes)]
     most = MOST_TOLD_BYTES + sum(sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from graphsplit.errors import CollectiveMismatchError, FrameError, LoaderMismatc
 from graphsplit.frames import line_at, users_frame
 from graphsplit.job.job import Job
 from graphsplit.job.stream import OtherTopicError
+from graphsplit.optimizers.update import MOST_SETTINGS, Settings
 from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -34,6 +36,20 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _NUMBERS = (type(None), float, bool, int, str, complex)  # the usual ones first
 _MOST_ELEMENTS = 4096  # of larger tensors a part is looked at
 _MOST_NAMED = 8
+_MOST_OPTIMIZERS = 4  # whose settings are told: those that came first into use, of the latest
+
+
+@dataclass(frozen=True)
+class TakenNumbers:
+    """The numbers of one worker at one moment, to be compared with those of another.
+
+    Attributes:
+        checksum: Of all that operations took from outside.
+        settings: How optimizers step, as numbers.
+    """
+
+    checksum: int
+    settings: tuple[float, ...]
 
 
 class FromOutside:
@@ -47,6 +63,9 @@ class FromOutside:
     def __init__(self) -> None:
         self.count = 0
         self.checksum = 0
+        self._settings = Settings(())
+        self._stepped: deque[torch.optim.Optimizer] = deque(maxlen=_MOST_OPTIMIZERS)
+        self._numbers: tuple[float, ...] = ()
         self._latest: deque[tuple[str, list[Any]]] = deque(maxlen=_MOST_NAMED)
 
     def note(self, name: str, operands: Iterable[Any], marks: Iterable[int] = ()) -> None:
@@ -71,12 +90,24 @@ class FromOutside:
         self.checksum = zlib.crc32(repr((name, found, [*marks])).encode(), self.checksum)
         self._latest.append((name, found))
 
+    def note_step(self, optimizer: torch.optim.Optimizer, values: Iterable[Any]) -> None:
+        """Take note of an optimizer's step, and of the values that it steps by."""
+        self.note(f"{type(optimizer).__name__}.step", values)
+        if not any(optimizer is known for known in self._stepped):
+            self._stepped.append(optimizer)
+            self._settings = Settings(tuple(self._stepped))
+        self._numbers = self._settings.numbers()
+
+    def now(self) -> TakenNumbers:
+        """All that was noted by now."""
+        return TakenNumbers(self.checksum, self._numbers)
+
     def next(self) -> int:
         """A number for a value, the same on all workers: they come here together."""
         self.count += 1
         return self.count
 
-    def compare(self, told: int, rank: int, other: int, *, mine: int) -> None:
+    def compare(self, told: TakenNumbers, rank: int, other: int, *, mine: TakenNumbers) -> None:
         """Compare it with that of another worker.
 
         Args:
@@ -88,12 +119,14 @@ class FromOutside:
         Raises:
             LoaderMismatchError: They differ.
         """
-        if told == mine:
+        if told.checksum == mine.checksum:
             self._latest.clear()
             return
+        others = self._settings.differing(mine.settings, told.settings, (rank, other))
+        where = f"{'; '.join(others[:_MOST_NAMED])}\n  " if others else ""
         raise LoaderMismatchError(
             f"workers {rank} and {other} ran the script's operations on different numbers or "
-            f"tensors; on worker {rank} they were, latest last: {self.described()}\n"
+            f"tensors: {where}on worker {rank} they were, latest last: {self.described()}\n"
             f"  Fix: give every worker the same targets, weights and learning rates: seed all "
             f"generators alike, and let none of them depend on the rank."
         )
@@ -120,10 +153,11 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 
 _SUM = (1 << 32) - 1  # of what a message begins with: the checksum, above it the text's size
+_TEXT_BITS = 48  # above which stands how many settings follow it
 _HEAD_BYTES = 8
 WITHOUT_PLACE = 1 << 40  # topics of messages that are a value, and do not begin with a place
 _MOST_TEXT_BYTES = 500
-MOST_TOLD_BYTES = _HEAD_BYTES + _MOST_TEXT_BYTES
+MOST_TOLD_BYTES = _HEAD_BYTES + _MOST_TEXT_BYTES + 8 * MOST_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -148,30 +182,37 @@ class Here:
     def told(self) -> torch.Tensor:
         """The beginning of a message: the checksum of what was taken from outside, and the place.
 
-        It has ``MOST_TOLD_BYTES`` at most.
+        After them optimizers' settings, as numbers. It has ``MOST_TOLD_BYTES`` at most.
         """
-        text = str(self).encode()[-_MOST_TEXT_BYTES:]
-        head = self.taken.checksum | len(text) << 32
-        return torch.frombuffer(bytearray(head.to_bytes(_HEAD_BYTES, "little") + text), dtype=_BYTE)
+        text, taken = str(self).encode()[-_MOST_TEXT_BYTES:], self.taken.now()
+        head = taken.checksum | len(text) << 32 | len(taken.settings) << _TEXT_BITS
+        numbers = array("d", taken.settings).tobytes()
+        return torch.frombuffer(
+            bytearray(head.to_bytes(_HEAD_BYTES, "little") + text + numbers), dtype=_BYTE
+        )
 
-    def read(self, message: torch.Tensor, source: int, *, mine: int | None = None) -> torch.Tensor:
+    def read(
+        self, message: torch.Tensor, source: int, *, mine: TakenNumbers | None = None
+    ) -> torch.Tensor:
         """The rest of another worker's message, after its beginning.
 
         Args:
             message: The message.
             source: Who has sent it.
-            mine: The checksum here at the place that it is from; by default the present one.
+            mine: What was noted here at the place that it is from; by default by now.
 
         Raises:
             LoaderMismatchError: It took other numbers and tensors from outside.
             FrameError: The message has no such beginning.
         """
-        if len(message) < _HEAD_BYTES:
+        head, text_end = _head_of(message[:_HEAD_BYTES])
+        end = text_end + 8 * (head >> _TEXT_BITS)
+        if len(message) < max(end, _HEAD_BYTES):
             raise FrameError(f"worker {source} sent {len(message)} bytes about a value")
-        head = int.from_bytes(message[:_HEAD_BYTES].numpy().tobytes(), "little")
-        mine = self.taken.checksum if mine is None else mine
-        self.taken.compare(head & _SUM, self.job.rank, source, mine=mine)
-        return message[_HEAD_BYTES + (head >> 32) :]
+        settings = tuple(array("d", message[text_end:end].numpy().tobytes()))
+        mine = self.taken.now() if mine is None else mine
+        self.taken.compare(TakenNumbers(head & _SUM, settings), self.job.rank, source, mine=mine)
+        return message[end:]
 
     @contextmanager
     def about(self, topic: int) -> Iterator[None]:
@@ -202,6 +243,12 @@ class Here:
         )
 
 
+def _head_of(octets: torch.Tensor) -> tuple[int, int]:
+    """The number that a message begins with, and where the text behind it ends."""
+    head = int.from_bytes(octets.numpy().tobytes(), "little")
+    return head, _HEAD_BYTES + (head >> 32 & 0xFFFF)
+
+
 _BYTE = torch.uint8
 
 
@@ -209,7 +256,7 @@ def _place(error: OtherTopicError) -> str:
     """The place of a message's sender, if the message says it."""
     if error.topic >= WITHOUT_PLACE:
         return "an operation on a value, at another line"
-    size = int.from_bytes(error.octets[4:_HEAD_BYTES], "little")
+    size = int.from_bytes(error.octets[4:6], "little")
     text = error.octets[_HEAD_BYTES:][: min(size, _MOST_TEXT_BYTES)].decode(errors="replace")
     return "".join(char if char.isprintable() else "?" for char in text) or "another call"
 
