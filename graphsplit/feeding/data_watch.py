@@ -13,7 +13,7 @@ import itertools
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from graphsplit.batches.rows import (
     may_be_mask,
     why_no_rows,
 )
-from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
 from graphsplit.capture.reach.reach import Walk
 from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError
@@ -41,7 +41,6 @@ from graphsplit.tensor_meta import octets_of
 
 FIX = 'Model(..., reading="batches"): each replica then reads whole batches.'
 _DEADLINE_S = 60.0
-_MOST = 1 << 12  # things on one walk
 _FEW = 256
 _MOST_ITEMS = 1000  # of one container; it is held as a whole all the same
 _MOST_COPIED = 1 << 20  # bytes of an array
@@ -230,14 +229,8 @@ class _DataWalk(Walk):
         is_long: Whether it met something large.
     """
 
+    most = 1 << 12
     is_long = False
-
-    def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
-        for root in roots:
-            self._push(root, getattr(root, "__qualname__", type(root).__name__))
-        while self._waiting and len(self._found) < _MOST:
-            self._visit(*self._waiting.popleft())
-        return self._found, []
 
     def _visit(self, value: Any, name: str) -> None:
         super()._visit(value, name)

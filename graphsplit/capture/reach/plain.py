@@ -24,7 +24,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, 
 
 
 class _PlainWalk(Walk):
-    """Goes to what is near first, and not for ever; past tensors, arrays and generators.
+    """Goes past tensors, arrays and generators.
 
     Attributes:
         is_open: Whether it came to what leads on where nobody follows: an object of ours, as a
@@ -32,14 +32,8 @@ class _PlainWalk(Walk):
         is_ours: Whether it came to an object of ours.
     """
 
+    most = _MOST
     is_open = is_ours = False
-
-    def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
-        for root in roots:
-            self._push(root, type(root).__name__)
-        while self._waiting and len(self._found) < _MOST:
-            self._visit(*self._waiting.popleft())
-        return self._found, []
 
     def _push(self, value: Any, name: str) -> None:
         # A loader may be a list of thousands of tuples of tensors.

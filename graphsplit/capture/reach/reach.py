@@ -73,11 +73,7 @@ _ITERATORS: tuple[type, ...] = (
     filter,
     types.GeneratorType,
 )
-
-
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME")
-
-
 _HOOKING = frozenset(
     ("register_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
 )
@@ -100,8 +96,11 @@ class Walk:
     """Goes from value to value.
 
     Attributes:
+        most: How many holders to find; then what is near comes first. None: all.
         seen: All that was met, by identity.
     """
+
+    most: int | None = None
 
     def __init__(self, apart: Iterable[Any]) -> None:
         self._found: list[Holder] = []
@@ -114,8 +113,8 @@ class Walk:
         """All that holds state from the roots on, and code that runs only in backward."""
         for root in roots:
             self._push(root, getattr(root, "__qualname__", type(root).__name__))
-        while self._waiting:
-            self._visit(*self._waiting.pop())
+        while self._waiting and (self.most is None or len(self._found) < self.most):
+            self._visit(*(self._waiting.pop() if self.most is None else self._waiting.popleft()))
         return self._found, self._in_backward
 
     def _push(self, value: Any, name: str) -> None:
