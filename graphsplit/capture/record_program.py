@@ -6,13 +6,11 @@ and the network recorded again. So one placed module more is one operation, on i
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
@@ -31,6 +29,8 @@ from graphsplit.capture.operations.opaque_call import OpaqueCall, put_in_place
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
 from graphsplit.capture.python.swallowed import Signals
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
+from graphsplit.capture.reach.reach import holders
 from graphsplit.capture.state.attributes import Attributes, Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep
 from graphsplit.capture.state.owned_tensors import make_buffers, written_attributes
@@ -250,9 +250,9 @@ def _recording(
 @contextmanager
 def _draws_checked() -> Iterator[None]:
     """Refuse forward code that draws outside of what is recorded."""
-    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    before, (of_process, _) = torch.default_generator.get_state(), holders((PYTHONS, NUMPYS))
     yield
-    check_drawn_nothing(*before)
+    check_drawn_nothing(before, of_process)
 
 
 def _parameters(program: ExportedProgram, root: nn.Module) -> dict[str, str]:

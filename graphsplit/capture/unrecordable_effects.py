@@ -6,13 +6,11 @@ seed goes to the generator, a gradient is put into ``.grad``.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -20,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from graphsplit.capture.observe import is_tracked, reachable_values
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
+from graphsplit.capture.reach.holders import Holder
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now, users_line_of_node
-from graphsplit.guards.values import comparable
 from graphsplit.torch_ext.private import CHECKPOINT_HOOK
 from graphsplit.torch_ext.replaced import (
     BACKWARD,
@@ -176,23 +174,19 @@ def _own_generator(node: Node) -> CaptureError:
     )
 
 
-def check_drawn_nothing(generator: torch.Tensor, python: Any, numpy: Any) -> None:
+def check_drawn_nothing(generator: torch.Tensor, of_process: Sequence[Holder]) -> None:
     """Refuse code that has drawn, or set a generator, in some way that was not recorded.
 
     Args:
         generator: State of the default generator before.
-        python: State of Python's ``random`` before; put back.
-        numpy: State of ``numpy.random`` before; put back.
+        of_process: Python's and NumPy's generators as they were before; put back.
     """
-    whose = ""
-    if not torch.equal(torch.default_generator.get_state(), generator):
-        whose = "sets torch's random generator"
-    if random.getstate() != python:
-        whose = "draws from Python's module random"
-        random.setstate(python)
-    if comparable(np.random.get_state()) != comparable(numpy):
-        whose = "draws from numpy.random"
-        np.random.set_state(numpy)
+    is_set = not torch.equal(torch.default_generator.get_state(), generator)
+    whose = "sets torch's random generator" if is_set else ""
+    for holder in of_process:
+        if holder.has_changed():
+            whose = f"draws from {holder.name}"
+            holder.put_back()
     if whose:
         raise CaptureError(
             f"forward {whose}; the captured graph would not\n  Fix: draw with torch from the "

@@ -385,15 +385,3 @@ def shown(value: Any) -> str:
     except Exception:  # a repr of the user's decides nothing
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def comparable(state: Any) -> Any:
-    """A state of NumPy's generators, with the words of its arrays.
-
-    Their text is cut short as print options say.
-    """
-    if isinstance(state, dict):
-        return {name: comparable(part) for name, part in state.items()}
-    if isinstance(state, (tuple, list)):
-        return tuple(map(comparable, state))
-    return state.tobytes() if hasattr(state, "tobytes") else state

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.guards.values import comparable
 from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
@@ -177,7 +176,8 @@ def generator_states() -> dict[str, Any]:
         "Python's random": random.getstate(),
     }
     if "numpy" in sys.modules:
-        found["numpy.random"] = comparable(sys.modules["numpy"].random.get_state())
+        kind, words, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy.random"] = kind, words.tobytes(), rest
     return found
 
 

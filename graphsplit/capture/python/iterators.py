@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from graphsplit.capture.observe import reachable_values
+from graphsplit.capture.reach.reach import holders
 from graphsplit.errors import CaptureError
 from graphsplit.frames import short_path
 from graphsplit.guards.classes import own_dictionary
-from graphsplit.guards.values import comparable
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 100
@@ -32,13 +32,13 @@ class _Kept:
 
     Attributes:
         value: It.
-        state: Its state before.
+        state: Its state before; equal if it is the same.
         name: What leads to it.
         code: The function that does so.
     """
 
     value: Any
-    state: str
+    state: Any
     name: str
     code: CodeType
 
@@ -125,18 +125,16 @@ def _line_of(kept: _Kept) -> str:
     return f"{short_path(kept.code.co_filename)}:{number}, in {kept.code.co_name}"
 
 
-def _state_of(value: Any) -> str | None:
+def _state_of(value: Any) -> Any:
     """A value that changes when something moves on; None of what never does.
 
     A generator that has begun says nothing; `graphsplit.capture.python.outside_reads` sees it go
     on.
     """
-    if isinstance(value, np.random.Generator):
-        return repr(comparable(value.bit_generator.state))
-    if isinstance(value, np.random.RandomState):
-        return repr(comparable(value.get_state(legacy=False)))
     if isinstance(value, np.random.BitGenerator):
-        return repr(comparable(value.state))
+        value = np.random.Generator(value)
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        return holders((value,))[0][0].held()
     if isinstance(value, GeneratorType):
         return inspect.getgeneratorstate(value)
     if isinstance(value, Iterator):
