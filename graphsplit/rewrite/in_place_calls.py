@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.effects import HIDDEN_WRITES, written_operands
 from graphsplit.capture.operations.memory_calls import filled
+from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.attributes import operator_schema, storage_of
 from graphsplit.torch_ext.private import OpOverload, pytree
 
@@ -152,7 +153,8 @@ def _overlap(operand: Node, other: Node, by_element: bool) -> bool:
     (sizes, strides, start), (other_sizes, other_strides, other_start) = layouts  # type: ignore[misc]
     if layouts[0] == layouts[1]:
         return not by_element
-    end, other_end = _end(sizes, strides, start), _end(other_sizes, other_strides, other_start)
+    end = start + span_elements(sizes, strides)
+    other_end = other_start + span_elements(other_sizes, other_strides)
     if end <= other_start or other_end <= start:
         return False
     if max(math.prod(sizes), math.prod(other_sizes)) > _MAX_COMPARED:
@@ -167,12 +169,6 @@ def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]
     if not all(isinstance(number, int) for number in numbers):
         return None
     return tuple(value.shape), value.stride(), int(value.storage_offset())
-
-
-def _end(sizes: Sequence[int], strides: Sequence[int], start: int) -> int:
-    if 0 in sizes:
-        return start
-    return start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
 def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> set[int]:

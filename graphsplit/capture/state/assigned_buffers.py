@@ -27,6 +27,7 @@ from graphsplit.capture.state.old_values import noted_as_assignment
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
 from graphsplit.guards.values import MISSING
+from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.attributes import (
     BUFFERS,
     NOT_SAVED,
@@ -250,9 +251,7 @@ def _overlap(one: Any, other: torch.Tensor) -> bool:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element of a tensor in its memory, and the one after the last."""
     start = int(tensor.storage_offset())
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((int(size) - 1) * int(stride) for size, stride in sizes)
-    return start, start + (last + 1 if tensor.numel() else 0)
+    return start, start + int(span_elements(tensor.shape, tensor.stride()))
 
 
 def _check_form(found: Assigned) -> None:
