@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quiet_time import quiet_time
+
 import graphsplit.settings
 from graphsplit.cluster.member.member import Member, NodeIdentity
 from graphsplit.cluster.scheduler.server import serve
@@ -51,7 +53,7 @@ class Joined:
         abort.add_waker(self._note)
 
     def _note(self) -> None:
-        self.aborted_at = time.monotonic()
+        self.aborted_at = quiet_time()
         self._aborted.set()
 
     def wait_aborted(self) -> FailureCause:

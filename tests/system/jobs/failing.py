@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import graphsplit as gs
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from quiet_time import quiet_time
 
 WHAT = sys.argv[1]
 GUILTY = 1
@@ -34,7 +38,7 @@ class Trouble(gs.callbacks.Callback):
         if context.step != 20:
             return
         if gs.get_rank() == GUILTY:
-            print(f"trouble at {time.time()}", flush=True)
+            print(f"trouble at {quiet_time()}", flush=True)
             if WHAT == "killed":
                 command, folder = sys.argv[2:]
                 subprocess.run(["bash", "-c", command], cwd=folder, check=True)
@@ -79,4 +83,4 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        print(f"ends at {time.time()}", flush=True)
+        print(f"ends at {quiet_time()}", flush=True)
