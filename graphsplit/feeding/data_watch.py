@@ -9,16 +9,19 @@ a loader's processes do so by themselves.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from graphsplit.batches.batch import Signature, leaves
@@ -31,10 +34,11 @@ from graphsplit.batches.rows import (
     may_be_mask,
     why_no_rows,
 )
-from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
-from graphsplit.capture.reach.reach import Walk
+from graphsplit.capture.reach.holders import GENERATORS, NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.reach import Walk, holders
 from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError
+from graphsplit.guards.classes import own_dictionary
 from graphsplit.job.process_generators import GeneratorWatch
 from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 from graphsplit.tensor_meta import octets_of
@@ -74,10 +78,12 @@ class DrawWatch:
 
     Args:
         loader: A loader; its generators are watched, and those of the process. None: only these.
+        others: More generators.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, others: Sequence[Holder] = ()) -> None:
         self._watch = GeneratorWatch()
+        self._others = others
         own = [("torch's generator", torch.default_generator)]
         self._generators = [*own, *((f"{p}", g) for p, g in generators_of(loader).items())]
         self._before: list[torch.Tensor] = []
@@ -86,6 +92,8 @@ class DrawWatch:
         """Note the states before what is watched."""
         self._watch.look()
         self._before = [generator.get_state() for _, generator in self._generators]
+        for one in self._others:
+            one.note()
 
     def drawn(self) -> str:
         """The generator that was drawn from since; empty if none was."""
@@ -93,7 +101,39 @@ class DrawWatch:
         pairs = zip(self._generators, self._before, strict=True)
         names = [name for (name, own), before in pairs if not torch.equal(own.get_state(), before)]
         names += ["Python's random"] * bool(found.python) + ["numpy.random"] * bool(found.numpy)
+        names += [f"a generator in {one.name}" for one in self._others if one.has_changed()]
         return ", ".join(names)
+
+
+def generators_near(frame: FrameType, apart: Iterable[Any]) -> list[Holder]:
+    """Generators of a script's own that code may draw from where it stands.
+
+    Args:
+        frame: The frame of the code. Its variables are looked at, the globals that it names, what
+            these hold, and what functions among them read.
+        apart: Objects that are passed over.
+    """
+    near = [*frame.f_locals.values(), *map(frame.f_globals.get, frame.f_code.co_names)]
+    passed = {id(torch.default_generator), *map(id, apart)}
+    found: dict[int, Any] = {}
+    for _ in range(3):
+        near = [one for one in near if id(one) not in passed]
+        passed.update(map(id, near))
+        found.update((id(one), one) for one in near if isinstance(one, GENERATORS))
+        near = [inner for one in near for inner in _held_by(one)]
+    return holders(found.values())[0]
+
+
+def _held_by(one: Any) -> Iterable[Any]:
+    """What an object holds in its attributes, or a function reads."""
+    if isinstance(one, FunctionType):
+        full = filter(gc.get_referents, one.__closure__ or ())
+        named = map(one.__globals__.get, one.__code__.co_names)
+        return [*(cell.cell_contents for cell in full), *named]
+    if isinstance(one, MethodType):
+        return (one.__self__, one.__func__)
+    held = None if isinstance(one, (ModuleType, nn.Module)) else own_dictionary(one)
+    return held.values() if held is not None else ()
 
 
 class DataWatch:

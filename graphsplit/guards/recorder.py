@@ -79,6 +79,7 @@ class ReadRecorder(ValueVisitor):
 
     Attributes:
         by_name: Stands for functions of Python's own.
+        ask_classes: Called where code names ``__class__`` of what may be a tensor.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ReadRecorder(ValueVisitor):
         hooks = Hooks(self._read, self._write, self._seen)
         super().__init__(root, labels, HookedClasses(hooks), real_of)
         self.by_name = AskedByName(self._asked)
+        self.ask_classes: Callable[[], None] = lambda: None
         self._trace = _tracing(self._ran, self._imported)
         self._is_off = True
         self._is_paused = is_paused
@@ -233,6 +235,8 @@ class ReadRecorder(ValueVisitor):
         self._note_globals(held, facts, code)
         self.by_name.watch(held, facts.globals_read)
         self._note_imports(facts, held)
+        if "__class__" in facts.attributes:
+            self.ask_classes()
         if "__getattribute__" in facts.attributes and not self.passes_by:
             self.passes_by = True
             for one, label in list(self.met.values()):

@@ -53,6 +53,8 @@ ASKED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "identity put there": lambda net, h: 2 if once(net, id(net.first.weight)) else 1,
     "class": lambda net, h: 2 if type(h) is torch.Tensor else 1,
     "class of a parameter": lambda net, h: 2 if type(net.first.weight) is nn.Parameter else 1,
+    "class by an attribute": lambda net, h: 2 if h.__class__ is torch.Tensor else 1,
+    "class of a parameter by an attribute": lambda net, h: len(net.first.weight.__class__.__name__),
     "name of a class": lambda net, h: len(type(h).__name__),
     "a class itself": lambda net, h: 2 if isinstance(nn.Linear, type) else 1,
     "parameters by identity": lambda net, h: len({id(p) for p in net.parameters()}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -80,9 +81,23 @@ class OwnNoise(gs.callbacks.Callback):
             parameter.grad += self._draw(parameter)
 
 
+OWN = torch.Generator()
+
+
+def drawn_from_a_closure() -> Callable[[torch.Tensor], Any]:
+    own = np.random.default_rng(0)
+    return lambda p: own.normal()
+
+
 @pytest.mark.parametrize(
     ("draw", "name"),
-    [(torch.randn_like, "torch's generator"), (lambda p: np.random.randn(), "numpy.random")],
+    [
+        (torch.randn_like, "torch's generator"),
+        (lambda p: np.random.randn(), "numpy.random"),
+        (lambda p: torch.randn(p.shape, generator=OWN), "a generator in Generator"),
+        (drawn_from_a_closure(), "a generator in Generator"),
+        (random.Random(0).gauss, "a generator in Random"),
+    ],
 )
 def test_what_is_drawn_for_one_workers_parameters_is_refused(draw: Any, name: str) -> None:
     def script(rank: int) -> None:

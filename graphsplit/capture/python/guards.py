@@ -167,6 +167,7 @@ class StateWatch:
                     compiled_branches(recorder.suspended),
                     marks.seen(),
                     identities.as_keys(),
+                    identities.classes_asked() as recorder.ask_classes,
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),

@@ -7,13 +7,14 @@ under ``id(weight)``, or under the weight itself, would not be found, and ``type
     id(self.fc.weight) in self.frozen
     self.rates.get(self.fc.weight, 1.0)
     type(x) is torch.Tensor
+    x.__class__ is torch.Tensor
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +97,37 @@ class _OfTypes(type):
 
 class _Types(type, metaclass=_OfTypes):
     """Stands for ``type`` among the globals of code that is recorded."""
+
+
+class _AnswersForClass(torch.Tensor):
+    """Stands between the class of tensors without values and its base: ``isinstance`` asks too."""
+
+    __slots__ = ()
+
+    def _answer(self) -> type:
+        frame = sys._getframe(1)
+        is_users = is_watched_code(frame.f_code, frame.f_globals)
+        return _class_of(self) if is_users else type(self)
+
+    def _change(self, kind: type) -> None:
+        object.__dict__["__class__"].__set__(self, kind)
+
+    __class__: Any = property(_answer, _change)
+
+
+@contextmanager
+def classes_asked() -> Iterator[Callable[[], None]]:
+    """Gives a function, after which ``x.__class__`` is answered until the block ends."""
+    bases = FakeTensor.__bases__
+
+    def answer() -> None:
+        FakeTensor.__bases__ = (_AnswersForClass,)
+
+    try:
+        yield answer
+    finally:
+        if FakeTensor.__bases__ != bases:
+            FakeTensor.__bases__ = bases
 
 
 FUNCTIONS: dict[str, Any] = {"id": _identity, "type": _Types}

@@ -15,7 +15,7 @@ import torch
 PYTHONS: Any = random._inst
 NUMPYS: Any = np.random.mtrand._rand
 OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
-_GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 
 
 class Holder:
@@ -48,7 +48,7 @@ class Holder:
     ) -> None:
         self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
-        self.is_generator = isinstance(thing, _GENERATORS)
+        self.is_generator = isinstance(thing, GENERATORS)
         self.is_tensor = isinstance(thing, torch.Tensor)
         self.decides = decides
         self._thing = thing  # held, so that nothing else gets its number

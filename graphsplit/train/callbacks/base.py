@@ -7,6 +7,7 @@ they are: every worker shows its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import torch
 from graphsplit.checkpoint.position import Position
 from graphsplit.checkpoint.states import Loaded, PathLike
 from graphsplit.errors import ConfigurationError, OwnershipError
-from graphsplit.feeding.data_watch import DrawWatch
+from graphsplit.feeding.data_watch import DrawWatch, generators_near
 from graphsplit.optimizers.ownership import is_elsewhere
 
 
@@ -127,7 +128,7 @@ class RunContext:
         if not any(map(is_elsewhere, parameters.values())):
             yield from parameters.items()
             return
-        watch = DrawWatch(None)
+        watch = DrawWatch(None, generators_near(sys._getframe(1), (self, self.model)))
         for name, parameter in parameters.items():
             if not is_elsewhere(parameter):
                 watch.begin()
