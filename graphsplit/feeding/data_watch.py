@@ -125,7 +125,7 @@ def generators_near(frame: FrameType, apart: Iterable[Any]) -> list[Holder]:
 
 
 def _held_by(one: Any) -> Iterable[Any]:
-    """What an object holds in its attributes, or a function reads."""
+    """The values in an object's attributes, or that a function reads."""
     if isinstance(one, FunctionType):
         full = filter(gc.get_referents, one.__closure__ or ())
         named = map(one.__globals__.get, one.__code__.co_names)
