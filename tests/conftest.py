@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this fi
 from collected import leave_out_what_is_there
 
 GOLDEN = Path(__file__).parent / "golden"
-SETTLE_S = 3.0
+SETTLE_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
 

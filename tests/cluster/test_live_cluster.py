@@ -170,7 +170,7 @@ def test_progress_of_the_others_is_known(start_cluster):
 
 
 def test_a_worker_that_never_comes_ends_the_job_and_is_named(start_cluster):
-    cluster = start_cluster(2, topo_timeout_s=0.5)
+    cluster = start_cluster(2, topo_timeout_s=1.5)
     with pytest.raises(JobFailedError, match="1 of 2 workers registered, missing ranks 1"):
         cluster.join("0")
     assert cluster.wait_status() == 1

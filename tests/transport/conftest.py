@@ -47,7 +47,7 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _held()
     yield
     request.node.funcargs.clear()
-    for attempt in range(300):
+    for attempt in range(2000):
         if attempt == 50:
             # An exception that a test caught may hold on to a frame; that is no leak.
             gc.collect()

@@ -304,13 +304,14 @@ def test_64_mib_arrive(make: MakeWorkers) -> None:
 
 def test_a_receive_ends_at_the_deadline(make: MakeWorkers) -> None:
     # Over Gloo the two meet within it, on a busy machine too.
-    _, receiver = make(deadline_s=0.5).open(spec_of())
-    with pytest.raises(ReceiveTimeoutError, match=r"nothing for 0\.5 s, and worker 0 made no"):
+    _, receiver = make(deadline_s=1.0).open(spec_of())
+    with pytest.raises(ReceiveTimeoutError, match=r"nothing for 1 s, and worker 0 made no"):
         receiver.receive(step=0, microbatch=0)
 
 
 def test_a_send_ends_at_the_deadline(make: MakeWorkers) -> None:
-    sender, _ = make(deadline_s=0.1).open(spec_of(depth=1))
+    # Within it the two meet, or the first one would not be sent.
+    sender, _ = make(deadline_s=1.0).open(spec_of(depth=1))
     sender.send(None, step=0, microbatch=0)
     with pytest.raises(ReceiveTimeoutError, match="worker 1 made no progress"):
         sender.send(None, step=1, microbatch=0)
