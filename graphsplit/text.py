@@ -18,9 +18,8 @@ def join_numbers(numbers: Iterable[int], *, most: int = 32) -> str:
 
 def forming_line(num_workers: int, missing: Sequence[int]) -> str:
     """``3 of 5 workers registered, missing ranks 1, 4``."""
-    registered = num_workers - len(missing)
-    ranks = join_numbers(missing)
-    return f"{registered} of {num_workers} workers registered, missing ranks {ranks}"
+    registered = f"{num_workers - len(missing)} of {num_workers} workers registered"
+    return f"{registered}, missing ranks {join_numbers(missing)}" if missing else registered
 
 
 def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

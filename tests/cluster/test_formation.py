@@ -77,6 +77,14 @@ def test_named_workers_count_as_the_lowest_free_ranks_in_that_line(drive, regist
     assert scheduler.log[-1] == "2 of 5 workers registered, missing ranks 2, 3, 4"
 
 
+def test_no_rank_is_missing_while_those_that_have_registered_prepare(drive, registration):
+    scheduler = drive()
+    for name in "01234":
+        scheduler.register(int(name), registration(name))
+    scheduler.pass_time(10)
+    assert scheduler.log[-1] == "5 of 5 workers registered"
+
+
 def test_missing_workers_end_the_job_when_the_time_is_over(drive, registration):
     scheduler = drive(topo_timeout_s=20, node_timeout_s=100)
     scheduler.register(1, registration("1"))
