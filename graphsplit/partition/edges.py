@@ -23,6 +23,7 @@ from graphsplit.partition.gradient_sums import (
     order_gradients,
     rounded_by,
 )
+from graphsplit.partition.pieces import cuts_of
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SegmentIO, SumTerm
 from graphsplit.partition.segments import LevelRule, Segmentation, cut_into_segments, drawing_node
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
@@ -64,7 +65,7 @@ def partition(
 def segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, GradientOrder]:
     """Cut until every gradient can be summed in eager's order. Each round only adds splits."""
     split_uses: frozenset[int] = frozenset()
-    delays: frozenset[tuple[int, int]] = frozenset()
+    delays = cuts_of(placed)
     for number in count():
         segmentation = cut_into_segments(placed, split_uses=split_uses, delays=delays)
         gradients = order_gradients(placed, segmentation)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from graphsplit.capture.graph import CapturedGraph, Node, NodeKind
 from graphsplit.capture.operations.opaque_call import OpaqueCall
+from graphsplit.partition.pieces import exchanged
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 
 
@@ -116,6 +117,7 @@ class LevelRule:
         self.chain = tuple(p for p, node in enumerate(placed.graph.nodes) if node.is_random)
         self._nodes, self._workers = placed.graph.nodes, placed.workers
         self._split_uses = split_uses
+        self._exchanged = exchanged(placed)
         self._after_random = dict(zip(self.chain[1:], self.chain, strict=False))
         self._lower: dict[int, list[int]] = {}
         for earlier, later in delays:
@@ -133,6 +135,7 @@ class LevelRule:
             if worker == EVERYWHERE:
                 continue
             crossing = worker != workers[position] or earlier in self._split_uses
+            crossing &= earlier not in self._exchanged  # borrowed before a step: see pieces.py
             level = max(level, levels[earlier] + crossing)
         return level
 

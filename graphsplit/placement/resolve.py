@@ -76,6 +76,7 @@ class PlacedGraph:
         num_workers: Size of the cluster.
         notes: Placements that decide nothing in this graph, in words.
         in_lanes: As in ``PlacementRules``.
+        exchanged: Names of the parameters and buffers that workers of several lanes share out.
     """
 
     graph: CapturedGraph
@@ -84,6 +85,7 @@ class PlacedGraph:
     num_workers: int
     notes: tuple[str, ...] = ()
     in_lanes: bool = False
+    exchanged: frozenset[str] = frozenset()
 
 
 def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
@@ -110,6 +112,7 @@ def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
         rules.num_workers,
         (*(text for _, text in _dead_rules(graph, matched)), *resolver.idle_placements()),
         rules.in_lanes,
+        frozenset(rules.shared_out if rules.in_lanes else ()),
     )
 
 

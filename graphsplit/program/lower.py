@@ -169,11 +169,12 @@ class _Lowering:
     def _send_state(self) -> None:
         """Borrowed parameters and buffers: their owner has them before anything runs.
 
+        They go in the order of their first use: others begin with what has come.
         What an operation modifies has another value for each microbatch, once the one before it
         has run; see ``_forward``.
         """
-        nodes = self.plan.placed.graph.nodes
-        for edge in self.outgoing:
+        nodes, first_use = self.plan.placed.graph.nodes, self.traffic.first_use
+        for edge in sorted(self.outgoing, key=lambda edge: first_use.get(edge.index, 0)):
             if edge.kind is EdgeKind.VALUE and nodes[edge.value].is_state:
                 self._move(edge, 0, Opcode.SEND)
         for chain in self.plan.chains.values():
@@ -354,6 +355,7 @@ class PlanTraffic:
             states.
         modified: For each segment that is the last to modify borrowed state, that state's edges.
         carrier: For each contribution that is sent, the gradient edge that carries it.
+        first_use: For each edge that segments await, the lowest level of them.
     """
 
     def __init__(self, plan: PartitionPlan) -> None:
@@ -370,6 +372,11 @@ class PlanTraffic:
             elif edge.kind is not EdgeKind.REDUCTION and segment_of[edge.value] >= 0:
                 self.made[segment_of[edge.value]].append(edge)
         self.awaited = _awaited(plan)
+        self.first_use: dict[int, int] = {}
+        for segment, edges in zip(plan.segments, self.awaited, strict=True):
+            for edge in edges:
+                level = self.first_use.get(edge.index, segment.level)
+                self.first_use[edge.index] = min(level, segment.level)
         self.modified = _modified(plan)
 
 

@@ -34,8 +34,8 @@ class WarmUp(Enum):
 
     Attributes:
         NONE: No limit. What the others say is said of each lane of microbatches, and added.
-        BY_LEVEL: As many microbatches as there are levels from the worker's first segment down to
-            the last one (PipeDream-Flush, arXiv:2006.09503).
+        BY_LEVEL: As many microbatches as there are changes of the worker from its first segment
+            down to the last one, and one (PipeDream-Flush, arXiv:2006.09503).
         BY_CHUNK: Counts forwards whose backward is still to run: for worker ``r`` of ``P``, with
             ``V`` segments, ``2 (P - r - 1) + (V - 1) P + 1`` (Megatron-LM, arXiv:2104.04473).
     """
@@ -73,10 +73,23 @@ class WarmUp(Enum):
                 behind, chunks = len(ranked) - rank - 1, len(levels[worker])
                 limits[worker] = 2 * behind + (chunks - 1) * len(ranked) + 1
         else:
-            last = max((segment.level for segment in backward), default=0)
+            depths = _depths(tasks, segments)
+            last = max((depths[segment.index] for segment in backward), default=0)
             for segment in segments:
-                limits[segment.worker] = max(limits[segment.worker], last - segment.level + 1)
+                limit = last - depths[segment.index] + 1
+                limits[segment.worker] = max(limits[segment.worker], limit)
         return limits
+
+
+def _depths(tasks: Tasks, segments: Sequence[Segment]) -> dict[int, int]:
+    """The most changes of worker on any way to each segment; they are numbered by rising level."""
+    plan, depths = tasks.plan, dict[int, int]()
+    for segment in segments:
+        waits = tasks.waits[Opcode.FORWARD, segment.index]
+        before = [plan.segments[other] for (_, other), distance in waits if not distance]
+        changes = (depths[one.index] + (one.worker != segment.worker) for one in before)
+        depths[segment.index] = max(changes, default=0)
+    return depths
 
 
 @dataclass(frozen=True)
@@ -205,14 +218,29 @@ class _RulePlay(EventLoop):
         self.stirred.append(worker)
 
     def _place(self, instruction: Instruction) -> tuple[int, int, int, int]:
-        """The order of what is ready: by turn, backward from the deepest level, then sums."""
+        """The order of what is ready: by turn, backward from the deepest level, then sums.
+
+        What ends a block of another worker's gradient comes first: it travels beside the backward.
+        Blocks come in the order of the backward that makes them, the last parameters first.
+        """
         opcode, operand = instruction.opcode, instruction.operand
         segments, turn = self.plan.segments, self.turns[instruction.microbatch]
         if opcode is Opcode.FORWARD:
             level = segments[operand].level
+        elif opcode not in BETWEEN_LANES:
+            level = -segments[operand].level
         else:
-            level = 1 if opcode in BETWEEN_LANES else -segments[operand].level
+            level = -len(segments) if self._is_sent(instruction) else 1
+        if opcode is Opcode.ADD_BLOCK:
+            operand = -operand
         return turn // self.group, level, turn, operand
+
+    def _is_sent(self, instruction: Instruction) -> bool:
+        block = self.plan.blocks_of(instruction.operand)
+        if instruction.opcode is not Opcode.ACCUMULATE or block is None:
+            return False
+        edge = block.edges[self.plan.lane_of(instruction.operand)]
+        return edge is not None and instruction.microbatch in block.ends
 
     def _is_whole(self, instruction: Instruction) -> bool:
         return self.turns[instruction.microbatch] in self.whole
