@@ -25,7 +25,7 @@ MOST_PIECES = 8
 
 @dataclass
 class _Pieces:
-    """What one worker runs.
+    """A worker's pieces, as they are found.
 
     Attributes:
         least: Bytes from which on a piece is full.
