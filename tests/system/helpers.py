@@ -42,13 +42,17 @@ def run_job(
     workers: int,
     timeout_s: float = 240,
     restarts: int = 0,
+    imports: tuple[str, ...] = (),
     **environment: str,
 ) -> Finished:
-    """Run a script on a scheduler and some workers, to its end."""
+    """Run a script on a scheduler and some workers, to its end.
+
+    ``imports`` are modules that are imported once for all jobs, and not by each worker.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = ["-n", str(workers), "--restarts", str(restarts), "--log-dir", folder]
         command = ["run", *options, "--", str(JOBS / script), *arguments]
-        job = run_command(command, timeout_s=timeout_s, **environment)
+        job = run_command(command, timeout_s=timeout_s, imports=imports, **environment)
         return replace(job, logs=read_logs(Path(folder)))
 
 
@@ -57,9 +61,15 @@ def read_logs(folder: Path) -> dict[str, str]:
     return {path.stem: path.read_text(errors="replace") for path in folder.glob("*.log")}
 
 
-def run_command(command: Sequence[str], *, timeout_s: float = 240, **environment: str) -> Finished:
+def run_command(
+    command: Sequence[str],
+    *,
+    timeout_s: float = 240,
+    imports: tuple[str, ...] = (),
+    **environment: str,
+) -> Finished:
     """Run ``graphsplit COMMAND`` to its end."""
-    return _run("graphsplit", *command, timeout_s=timeout_s, **environment)
+    return _run("graphsplit", *command, timeout_s=timeout_s, imports=imports, **environment)
 
 
 def run_alone(script: str, *arguments: str, timeout_s: float = 240) -> list[str]:
@@ -69,7 +79,9 @@ def run_alone(script: str, *arguments: str, timeout_s: float = 240) -> list[str]
     return done.output.splitlines()
 
 
-def _run(*command: str, timeout_s: float, **environment: str) -> Finished:
+def _run(
+    *command: str, timeout_s: float, imports: tuple[str, ...] = (), **environment: str
+) -> Finished:
     """Run a command to its end, in a process that has imported torch already.
 
     Where a variable that is read before that differs, in a fresh one.
@@ -77,8 +89,8 @@ def _run(*command: str, timeout_s: float, **environment: str) -> Finished:
     environ = with_defaults({**os.environ, "OMP_NUM_THREADS": "1", **environment})
     with tempfile.TemporaryFile() as output:
         start = time.monotonic()
-        if warm_launcher().serves(environ):
-            status = warm_launcher().run(command, environ, output.fileno(), timeout_s)
+        if warm_launcher(imports).serves(environ):
+            status = warm_launcher(imports).run(command, environ, output.fileno(), timeout_s)
         else:
             status = subprocess.run(
                 [sys.executable, *(PROGRAMS.get(command[0]) or command[:1]), *command[1:]],

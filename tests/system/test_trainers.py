@@ -60,6 +60,13 @@ CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+IMPORTS = {
+    "accelerate_loop.py": ("accelerate.utils",),
+    "run_clm.py": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "lightning_module.py": ("lightning", "torchmetrics"),
+}
+
+
 @functools.cache
 def plain_once(example: str, folder: Path) -> list[str]:
     """What an example prints in one process; it is run once, in its own part of a folder."""
@@ -74,7 +81,8 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_workers(example: str, folder: Path, *arguments: str) -> Finished:
     """Run an example on two workers."""
-    job = run_job(EXAMPLES / example, str(folder), *arguments, workers=2)
+    script, imports = EXAMPLES / example, IMPORTS[example]
+    job = run_job(script, str(folder), *arguments, workers=2, imports=imports)
     assert job.status == 0, job.output[-6000:]
     return job
 
@@ -92,9 +100,8 @@ THREE = {
 def killed(example: str, folder: Path, rank: int, call: int) -> None:
     """Run an example on two workers, one of which dies; the job ends, and names it."""
     folder.mkdir()
-    job = run_job(
-        "killed_trainer.py", str(EXAMPLES / example), str(folder), str(rank), str(call), workers=2
-    )
+    arguments = (str(EXAMPLES / example), str(folder), str(rank), str(call))
+    job = run_job("killed_trainer.py", *arguments, workers=2, imports=IMPORTS[example])
     assert job.status != 0 and job.seconds < 60
     assert f"worker {rank} was killed by SIGKILL" in job.output.splitlines()[-1]
 
@@ -106,7 +113,7 @@ def on_three(example: str, folder: Path) -> Finished:
     script = folder.with_suffix(".py")
     script.write_text(text.replace(old, new))
     folder.mkdir()
-    job = run_job(script, str(folder), workers=3, GS_TRANSPORT="grpc")
+    job = run_job(script, str(folder), workers=3, imports=IMPORTS[example], GS_TRANSPORT="grpc")
     assert job.status == 0, job.output[-6000:]
     return job
 

@@ -6,6 +6,7 @@ forks workers is itself forked, from one that has no thread, instead of importin
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -75,6 +76,8 @@ def _serve() -> None:
     """Fork a process for each request; answer with its status when it has ended."""
     line = socket.socket(fileno=int(sys.argv[1]))
     fork_server.import_all()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     from graphsplit.cli import job
     from graphsplit.cli.commands import main
 
@@ -116,13 +119,18 @@ def _become(wanted: Mapping[str, Any], output: int, main: Callable[..., None]) -
 
 
 class WarmLauncher:
-    """The process that forks launchers, one after the other."""
+    """The process that forks launchers, one after the other.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    Args:
+        environ: Its environment.
+        imports: Modules that it imports, too, in place of each worker.
+    """
+
+    def __init__(self, environ: Mapping[str, str], imports: Sequence[str] = ()) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environ = environ
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *imports]
             self._process = subprocess.Popen(command, env=dict(environ), pass_fds=[theirs.fileno()])
         assert self._line.recv(64) == b"ready"
 
@@ -165,25 +173,26 @@ def with_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     return dict(lone_child(environ, "launcher").variables)
 
 
-_running: list[WarmLauncher] = []
+_running: dict[tuple[str, ...], WarmLauncher] = {}
 
 
-def warm_launcher() -> WarmLauncher:
-    """The one of this run of tests."""
-    if not _running:
-        _running.append(WarmLauncher(with_defaults({**os.environ, "OMP_NUM_THREADS": "1"})))
-    return _running[0]
+def warm_launcher(imports: tuple[str, ...] = ()) -> WarmLauncher:
+    """The one of this run of tests that has imported these modules, beside torch."""
+    if imports not in _running:
+        environ = with_defaults({**os.environ, "OMP_NUM_THREADS": "1"})
+        _running[imports] = WarmLauncher(environ, imports)
+    return _running[imports]
 
 
 def running() -> set[int]:
     """The numbers of processes that stay until the tests are over."""
-    return {one.pid for one in _running}
+    return {one.pid for one in _running.values()}
 
 
 def stop() -> None:
     """The tests are over."""
     while _running:
-        _running.pop().close()
+        _running.popitem()[1].close()
 
 
 if __name__ == "__main__":
