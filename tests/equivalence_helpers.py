@@ -97,6 +97,7 @@ def assert_same_wherever_placed(
     *,
     placements: Iterable[int] = PLACEMENTS,
     loss_fn: Callable[..., Any] | None = rows_against_target,
+    captures: Captures | None = None,
     **options: Any,
 ) -> None:
     """Compare a network with the eager loop under several scattered placements.
@@ -106,9 +107,10 @@ def assert_same_wherever_placed(
         batches: Its batches.
         placements: Seeds of the placements, of which some are taken: see ``some_of``.
         loss_fn: Its loss.
+        captures: Graphs of it that are there already.
         options: Of ``assert_same_bits``.
     """
-    base = Captures()
+    base = captures or Captures()
     for seed in some_of(placements):
         workers = num_workers_of(seed)
         try:

@@ -16,7 +16,7 @@ from equivalence_helpers import (
 )
 from simulated.compare import difference
 from simulated.equivalence import assert_same_bits
-from simulated.simulate import SimulatedCluster
+from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 
 from graphsplit import opaque, place
@@ -359,8 +359,9 @@ def test_operations_that_are_others_without_their_underscore(operation: Any) -> 
         y = operation(net.fc(x))
         return net.fc2(y) + y
 
-    assert_same_bits(lambda: Runs(forward), BATCHES, num_workers=1, loss_fn=rows_against_target)
-    assert_same_wherever_placed(lambda: Runs(forward), BATCHES, placements=range(1, 4))
+    make, both = partial(Runs, forward), Captures()
+    assert_same_bits(make, BATCHES, num_workers=1, loss_fn=rows_against_target, captures=both)
+    assert_same_wherever_placed(make, BATCHES, placements=range(1, 4), captures=both)
 
 
 def test_uses_before_a_write_to_what_is_a_view_inside_another_operation() -> None:

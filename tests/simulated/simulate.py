@@ -317,6 +317,10 @@ class _ProcessGenerators:
     """
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was seen: a watch that has seen a Gaussian kept reads the state each time."""
         self._watch = GeneratorWatch()
         self._state: torch.Tensor | None = None
 
@@ -391,6 +395,7 @@ class SimulatedCluster:
         self, make_task: Callable[[], Task], num_workers: int, *, captures: Captures | None = None
     ) -> None:
         self._shared = _Shared(captures, num_workers)
+        _PROCESS.begin_anew()
         self.workers: list[SimulatedWorker] = []
         with _generators_kept():
             start, process = torch.default_generator.get_state(), _PROCESS.state()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "lenet_mnist"))
 from data import batches, make_datasets
@@ -32,15 +33,21 @@ def digest(network: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> str:
     return seen.hexdigest()[:32]
 
 
+def loaders(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Batches to train on, of the first images, and all to test on."""
+    train_set, test_set = make_datasets(arguments.data)
+    some: Any = Subset(train_set, range(min(arguments.images, len(train_set))))
+    train_loader = batches(some, batch_size=32, shuffle=True, drop_last=True)
+    return train_loader, batches(test_set, batch_size=32)
+
+
 def plain(arguments: argparse.Namespace) -> None:
     """The reference: ordinary PyTorch."""
     torch.manual_seed(arguments.seed)
     net = LeNet5()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     loss_fn = nn.CrossEntropyLoss()
-    train_set, test_set = make_datasets(arguments.data)
-    train_loader = batches(train_set, batch_size=32, shuffle=True, drop_last=True)
-    test_loader = batches(test_set, batch_size=32)
+    train_loader, test_loader = loaders(arguments)
     for epoch in range(1, arguments.epochs + 1):
         net.train()
         for inputs, target in train_loader:
@@ -73,9 +80,7 @@ def split(arguments: argparse.Namespace) -> None:
         torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
         {"Accuracy": gs.metrics.Accuracy()},
     )
-    train_set, test_set = make_datasets(arguments.data)
-    train_loader = batches(train_set, batch_size=32, shuffle=True, drop_last=True)
-    test_loader = batches(test_set, batch_size=32)
+    train_loader, test_loader = loaders(arguments)
     for epoch in range(1, arguments.epochs + 1):
         model.train(1, train_loader)
         accuracy = model.eval(test_loader)["Accuracy"]
@@ -87,6 +92,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--images", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plain", action="store_true")
     found = parser.parse_args()
