@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -77,22 +79,28 @@ def assert_nothing_is_left(folder: Path) -> None:
     assert [path.name for path in folder.rglob("*.job")] == []
 
 
-def learned_alone(folder: Path, **variables: str) -> str:
+@functools.cache
+def said_alone(script: Path, *arguments: str, **variables: str) -> tuple[str, ...]:
+    """The lines of a script in one process; it is run once for all tests."""
+    command = [sys.executable, str(script), *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        own = environment(Path(folder), **variables)
+        alone = subprocess.run(
+            command, env=own, capture_output=True, text=True, check=True, timeout=LIMIT_S
+        )
+    return tuple(alone.stdout.splitlines())
+
+
+def learned_alone(**variables: str) -> str:
     """What the script says at its end in one process."""
-    alone = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env=environment(folder, **variables),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    (learned,) = [line for line in alone.stdout.splitlines() if line.startswith("learned ")]
+    lines = said_alone(SCRIPT, **variables)
+    (learned,) = [line for line in lines if line.startswith("learned ")]
     return learned
 
 
 def assert_learns_as_alone(launch: Launch, folder: Path, *, started: str) -> None:
     """Two workers learn what one process does; ``started`` says how it was launched, once."""
-    learned = learned_alone(folder, STEPS="5")
+    learned = learned_alone(STEPS="5")
     with launch(folder, STEPS="5") as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
@@ -119,8 +127,7 @@ def assert_recovers_as_alone(
     Returns:
         What the launcher printed.
     """
-    command = [sys.executable, str(RECOVERING), *options]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    plain = list(said_alone(RECOVERING, *options))
     marks = folder / "marks"
     marks.mkdir()
     with launch((str(RECOVERING), "--die", "1:BACKWARD:5", "--marks", str(marks), *options)) as job:

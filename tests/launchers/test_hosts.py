@@ -120,7 +120,7 @@ def two_launchers(
 @pytest.mark.real_processes
 @pytest.mark.timeout(240)
 def test_two_launchers_train_one_network(tmp_path: Path) -> None:
-    learned = learned_alone(tmp_path, STEPS="5")
+    learned = learned_alone(STEPS="5")
     with two_launchers(tmp_path, STEPS="5") as jobs:
         outputs = [job.communicate(timeout=LIMIT_S)[0] for job in jobs]
     for rank, (job, output) in enumerate(zip(jobs, outputs, strict=True)):

@@ -210,7 +210,7 @@ def test_a_pod_that_is_killed_is_started_again_and_the_bits_are_the_same(
     port = str(find_free_port("127.0.0.1"))
     documents = manifest("-n", "2", "--port", port, "--restarts", "1", str(SCRIPT))
     monkeypatch.delenv("GS_RECOVERY")
-    learned = learned_alone(tmp_path, STEPS="40")
+    learned = learned_alone(STEPS="40")
     controller = Controller(documents, tmp_path, STEPS="40")
     try:
         controller.run(kill=1)
@@ -257,7 +257,7 @@ def test_what_it_says_trains_to_the_bits_of_one_process(tmp_path: Path) -> None:
     """Each pod as a process of this machine; the name of worker 0's pod is this machine's."""
     documents = manifest("-n", "2", "--port", str(find_free_port("127.0.0.1")), str(SCRIPT))
     command = worker(documents)["command"]
-    learned = learned_alone(tmp_path, STEPS="5")
+    learned = learned_alone(STEPS="5")
     pods = []
     for index in range(2):
         found = {**variables(documents, index), "MS_SCHED_HOST": "127.0.0.1", "STEPS": "5"}

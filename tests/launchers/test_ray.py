@@ -90,7 +90,7 @@ def assert_only_the_cluster_is_left(folder: Path) -> None:
 def test_lenet_learns_the_same_as_by_itself(
     cluster: Any, folder: Path, tmp_path: Path, resources: Path
 ) -> None:
-    learned = learned_alone(tmp_path, STEPS="5")
+    learned = learned_alone(STEPS="5")
     given = ("-n", "2", "--resources", str(resources), "--log-dir", str(tmp_path / "logs"))
     with running(cluster, folder, *given, "--env", "STEPS", STEPS="5") as job:
         pids_of_workers(job.stdout, count=1)
@@ -193,7 +193,7 @@ def test_the_worker_of_a_node_that_is_lost_goes_on_on_another_one(
 ) -> None:
     """Ray finds another node for the worker's bundle; the job's bits are those of one process."""
     steps = {"STEPS": "1500"}
-    learned = learned_alone(tmp_path, **steps)
+    learned = learned_alone(**steps)
     fourth = cluster.add_node(num_cpus=1, resources={"fourth": 1})
     path = tmp_path / "resources.yaml"
     path.write_text("0: {first: 1}\n1: {fourth: 1}\n")

@@ -83,7 +83,7 @@ def argv_of_all() -> str:
 
 
 def test_lenet_learns_the_same_as_by_itself(hosts: Cluster, tmp_path: Path) -> None:
-    learned = learned_alone(tmp_path, STEPS="5")
+    learned = learned_alone(STEPS="5")
     logs = tmp_path / "logs"
     with running(
         hosts, "-H", "a:2,b:1", "--log-dir", str(logs), "--env", "STEPS=5", STEPS="6"
@@ -245,7 +245,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
 
 def test_the_workers_of_a_lost_host_go_on_on_a_spare_one(hosts: Cluster, tmp_path: Path) -> None:
     hosts.add("c", "127.0.0.4", of_the_test(tmp_path))
-    learned = learned_alone(tmp_path, STEPS="60")
+    learned = learned_alone(STEPS="60")
     given = ("--spares", "c", "--restarts", "1", "--env", "STEPS")
     with running(hosts, *given, GS_RECOVERY="wait_rejoin", STEPS="60") as job:
         pids = pids_of_workers(job.stdout, count=2)
@@ -437,7 +437,7 @@ def test_hosts_with_networks_of_their_own_train_and_one_that_vanishes_is_named(
     """Two network namespaces: LeNet's bits; then b's cable is pulled."""
     if why_not_namespaces():
         pytest.skip(f"left out: {why_not_namespaces()}")
-    learned, own = learned_alone(tmp_path, STEPS="5"), of_the_test(tmp_path)
+    learned, own = learned_alone(STEPS="5"), of_the_test(tmp_path)
     with networked(tmp_path, a=own, b=own) as (hosts, namespaces):
         with running(hosts, "--env", "STEPS", namespace=namespaces[0], STEPS="5") as job:
             output, _ = job.communicate(timeout=LIMIT_S)
