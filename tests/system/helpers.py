@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from quiet_time import quiet_time
 
 from system.warm_jobs import warm_launcher, with_defaults
 
@@ -88,7 +89,7 @@ def _run(
     """
     environ = with_defaults({**os.environ, "OMP_NUM_THREADS": "1", **environment})
     with tempfile.TemporaryFile() as output:
-        start = time.monotonic()
+        start = quiet_time()
         if warm_launcher(imports).serves(environ):
             status = warm_launcher(imports).run(command, environ, output.fileno(), timeout_s)
         else:
@@ -100,6 +101,6 @@ def _run(
                 timeout=timeout_s,
                 check=False,
             ).returncode
-        seconds = time.monotonic() - start
+        seconds = quiet_time() - start
         output.seek(0)
         return Finished(status, output.read().decode(errors="replace"), seconds)
