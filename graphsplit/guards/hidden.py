@@ -58,7 +58,7 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
     elif type(value).__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
         yield itself(value.get_obj(), label)
     elif _may_hold(value):
-        held = value.__dict__ if isinstance(value, threading.local) else _dictionary(value)
+        held = getattr(value, "__dict__", None)
         if type(held) is dict:
             yield itself(held, f"the attributes of {label}")
 
@@ -84,7 +84,3 @@ def _may_hold(value: Any) -> bool:
     if isinstance(value, (threading.local, threading.Event)):
         return True
     return type(value).__module__ in _HOLDING_MODULES and not isinstance(value, type)
-
-
-def _dictionary(value: Any) -> Any:
-    return getattr(value, "__dict__", None)

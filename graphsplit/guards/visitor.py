@@ -233,8 +233,9 @@ class ValueVisitor:
         if isinstance(value, functools.partial):
             place = Place(PlaceKind.FIELD, value, "keywords", f"keywords of {label}")
             self.note(place)
-            for given in filter(_is_container, value.args):
-                self.note(itself(given, f"an argument of {label}"))
+            for given in value.args:
+                if isinstance(given, CONTAINERS):
+                    self.note(itself(given, f"an argument of {label}"))
         for place in hidden_places(value, label):
             self.note(place)
             self.meet(place.read(), place.label)
@@ -344,10 +345,6 @@ class ValueVisitor:
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, CONTAINERS)
 
 
 def _has_no_value(leaf: Any) -> bool:

@@ -16,11 +16,12 @@ import torch
 
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import Walk, is_iterator
+from graphsplit.guards.values import BY_VALUE
 
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
 _MOST_ITEMS = 1000
 _OPAQUE = (torch.Tensor, np.ndarray)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_PLAIN = (type(None), Enum, *BY_VALUE)
 
 
 class _PlainWalk(Walk):

@@ -28,6 +28,7 @@ from torch import nn
 
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
 from graphsplit.errors import CaptureError
+from graphsplit.guards.values import BY_VALUE
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -42,19 +43,7 @@ from graphsplit.torch_ext.private import FakeTensor, ScriptMethod, ScriptModule
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "graphsplit", "_pytest"}) - {
     "__main__"
 }
-_ATOMS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    range,
-    slice,
-)
+_ATOMS = (type(None), *BY_VALUE)
 # Of libraries' classes: what users keep values in, and what counts its draws.
 _OF_LIBRARIES = (types.SimpleNamespace, torch.quasirandom.SobolEngine)
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
