@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -205,7 +205,9 @@ class States:
                     contents.add_section(section, value)
                 contents.add_section("python", self.python.saved())
                 contents.add_section("forms", kept_forms(self._task))
-            contents.add_section(by_worker.name_of(CALLBACKS, group.rank), self._callbacks())
+            contents.add_section(
+                by_worker.name_of(CALLBACKS, group.rank), states_of(self.run.callbacks)
+            )
             if self._task.num_kept:
                 contents.add_section(*self._kept())
             return contents
@@ -242,11 +244,6 @@ class States:
                 for name, value in extra.items()
             },
         }
-
-    def _callbacks(self) -> list[list[Any]]:
-        """Class and state of every callback that has one, as it is on this worker."""
-        found = [[type(c).__qualname__, c.state_dict()] for c in self.run.callbacks]
-        return [entry for entry in found if entry[1]]
 
     def load(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Loaded:
         """Load a whole training state. Collective.
@@ -352,7 +349,7 @@ class States:
         return {
             **self._sections({}),
             "loader": self._loader_section(process),
-            by_worker.name_of(CALLBACKS, rank): self._callbacks(),
+            by_worker.name_of(CALLBACKS, rank): states_of(self.run.callbacks),
             by_worker.name_of(RESUMPTION, rank): resumption,
             **dict([self._kept()] if self._task.num_kept else []),
         }
@@ -434,6 +431,12 @@ class States:
 
         if optimizers:
             self._holder.when_settled("optimizers", load)
+
+
+def states_of(callbacks: Sequence[Any]) -> list[list[Any]]:
+    """Class and state of every callback that has one, as it is on this worker."""
+    found = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
+    return [entry for entry in found if entry[1]]
 
 
 @dataclass(frozen=True)

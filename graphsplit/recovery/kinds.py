@@ -14,7 +14,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Position
-from graphsplit.checkpoint.states import Loaded, Stateful
+from graphsplit.checkpoint.states import Loaded, Stateful, states_of
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.modes import ensure_training
 from graphsplit.recovery.log import Entry
@@ -52,9 +52,8 @@ class _Train(CallKind):
     def after(self, call: ModelCall, share: ModelSnapshot | None, entry: Entry) -> Any:
         assert share is not None
         _, loader, callbacks, *_ = call.arguments
-        states = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
         values = {
-            "callbacks": [pair for pair in states if pair[1]],
+            "callbacks": states_of(callbacks),
             "loader": LoaderWatch(loader).state(),
             "position": vars(share.states.position),
             "seed": share.engine.progress.seed,

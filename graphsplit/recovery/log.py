@@ -12,7 +12,7 @@ import torch
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
-from graphsplit.checkpoint.states import Stateful
+from graphsplit.checkpoint.states import Stateful, states_of
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
@@ -157,13 +157,9 @@ class Entry:
             all_generators(),
             [ModelBefore.of(share) for share in shares],
         )
+        entry.loader = LoaderWatch(_loader_of(call)).state()
         if call.name == "train":
-            _, loader, callbacks, *_ = call.arguments
-            entry.loader = LoaderWatch(loader).state()
-            states = [(type(c).__qualname__, c.state_dict()) for c in callbacks]
-            entry.callbacks = [[name, _copied(state)] for name, state in states if state]
-        elif (loader := _loader_of(call)) is not None:
-            entry.loader = LoaderWatch(loader).state()
+            entry.callbacks = _copied(states_of(call.arguments[2]))
         return entry
 
     def put_back(self) -> None:
@@ -171,11 +167,8 @@ class Entry:
         for before in self.models:
             before.put_back()
         if self.call.name == "train":
-            _, loader, callbacks, *_ = self.call.arguments
-            put_callbacks_back(callbacks, _copied(self.callbacks))
-            put_loader(loader, _copied(self.loader))
-        elif (loader := _loader_of(self.call)) is not None:
-            put_loader(loader, _copied(self.loader))
+            put_callbacks_back(self.call.arguments[2], _copied(self.callbacks))
+        put_loader(_loader_of(self.call), _copied(self.loader))
         set_all_generators(self.generators)
 
 
