@@ -143,6 +143,12 @@ def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bits."""
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(octets_of(one), octets_of(other))
+
+
 def plain_meta(tensor: torch.Tensor) -> TensorMeta:
     """A tensor as it is noted beside its bytes: dtype and shape."""
     shape = tuple(tensor.shape)

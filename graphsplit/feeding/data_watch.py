@@ -41,7 +41,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.job.process_generators import GeneratorWatch
 from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
-from graphsplit.tensor_meta import octets_of
+from graphsplit.tensor_meta import has_same_bits
 
 FIX = 'Model(..., reading="batches"): each replica then reads whole batches.'
 _DEADLINE_S = 60.0
@@ -381,8 +381,7 @@ def _difference(loader: Any, request: BatchRequest, whole: RowsRead, has_loss_fn
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    pairs = zip(leaves(one), leaves(other), strict=True)
-    return all(torch.equal(octets_of(a), octets_of(b)) for a, b in pairs)
+    return all(map(has_same_bits, leaves(one), leaves(other)))
 
 
 @contextmanager

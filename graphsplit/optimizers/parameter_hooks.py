@@ -17,7 +17,7 @@ from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
 from graphsplit.frames import where_defined
-from graphsplit.tensor_meta import octets_of
+from graphsplit.tensor_meta import has_same_bits
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
 HookState = tuple[Holder, str]  # and the hook's line
@@ -100,18 +100,13 @@ class KeptValues:
         before = {n: t.detach().clone() for n, t in self._tensors.items() if id(t) in watched}
         yield
         for name, value in before.items():
-            if not _has_same_bits(self._tensors[name], value):
+            if not has_same_bits(self._tensors[name], value):
                 lines = "".join(dict.fromkeys(map(line_of, hooks)))
                 raise OwnershipError(
                     f"a hook on a parameter{lines} writes to {name!r} after a microbatch; later "
                     f"microbatches have been computed with the value before\n"
                     f"  Fix: write between two steps, or use microbatches=1."
                 )
-
-
-def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    is_alike = one.dtype == other.dtype and one.shape == other.shape
-    return is_alike and torch.equal(octets_of(one), octets_of(other))
 
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[int, Any]]:

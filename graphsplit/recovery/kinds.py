@@ -17,6 +17,7 @@ from graphsplit.checkpoint.position import LoaderWatch, Position
 from graphsplit.checkpoint.states import Loaded, Stateful, states_of
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.modes import ensure_training
+from graphsplit.planning.python_values import can_be_written
 from graphsplit.recovery.log import Entry
 from graphsplit.recovery.results import pack, unpack
 from graphsplit.recovery.snapshot.share import ModelSnapshot
@@ -121,7 +122,7 @@ class _Predict(CallKind):
     """Outputs have the network's own structure, which a capture tells again."""
 
     def pack(self, call: ModelCall, result: Any) -> Any:
-        if _is_plain(result):
+        if can_be_written(pytree.tree_map_only(torch.Tensor, lambda tensor: None, result)):
             return pack({"plain": result}, what="predict()")
         return pack({"leaves": pytree.tree_leaves(result)}, what="predict()")
 
@@ -136,15 +137,6 @@ class _Predict(CallKind):
     def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         share.task.network.eval()
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value comes back from JSON as it was, classes of containers included."""
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    return value is None or type(value) in (torch.Tensor, bool, int, float, str)
 
 
 class _Load(CallKind):

@@ -16,7 +16,7 @@ from graphsplit.encoding.packed import FlatTensors
 from graphsplit.encoding.values import decode, encode
 from graphsplit.errors import ConfigurationError
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.tensor_meta import octets_of
+from graphsplit.tensor_meta import has_same_bits
 
 _OF_OPTIMIZERS = "optimizer"  # the names of their tensors begin with it
 # Generators that the script does not seed differ between workers: those of the first go on. They
@@ -65,16 +65,9 @@ def _alike_tensors(parts: Sequence[SnapshotShard]) -> dict[str, torch.Tensor]:
             if not name.startswith(_OF_OPTIMIZERS):
                 tensor = part.tensor(name)
                 known = found.setdefault(name, tensor)
-                if not _DRAWN.match(name) and not _is_same(known, tensor):
+                if not _DRAWN.match(name) and not has_same_bits(known, tensor):
                     raise _differs(name, len(parts))
     return found
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (
-        (one.dtype, one.shape) == (other.dtype, other.shape)
-        and torch.equal(octets_of(one), octets_of(other))
-    )
 
 
 def _network(nodes: Sequence[Any], tensors: dict[str, torch.Tensor]) -> list[Any]:
