@@ -69,7 +69,7 @@ class _Watching:
 
     def places(self) -> Any:
         for key, first in (("a", [1]), ("b", [2])):
-            yield entry(self.held, key, f"net.{key}"), freeze(first), None
+            yield entry(self.held, key, f"net.{key}"), freeze(first), None, True
 
 
 def test_two_places_that_hold_one_list_get_the_values_that_they_had():
