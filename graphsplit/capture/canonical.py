@@ -6,7 +6,8 @@ they are lifted::
     torch.tensor([0.5, 0.25])    lift_fresh_copy(constant)
     torch.tensor([beta, 0.25])   stack([scalar_tensor(beta), scalar_tensor(0.25)])
 
-In the text it is a tensor with its values either way.
+In the text it is a tensor with its values either way. A tensor of no dimension that the user keeps
+in an attribute is a constant, or made of a lifted number; it stands where it is used.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ def canonical_lines(
             continue
         if position in made.parts:
             continue
+        if position in made.kept:
+            shown_as[position] = f"tensor {made.values(position, numbers)} {node.meta}"
+            continue
         shown_as[position] = f"%{len(lines)}"
         if position in made.tensors:
             target, arguments = "tensor", str(made.values(position, numbers))
@@ -67,7 +71,7 @@ def canonical_lines(
         *(
             f"constant {name} {value.detach().cpu().reshape(-1).tolist()}"
             for name, value in sorted(graph.constants.items())
-            if graph.positions[name] not in made.parts
+            if graph.positions[name] not in made.parts | made.kept
         ),
         *(
             f"leaves {change.place.label} {_text_of(change.new, lifted)}"
@@ -86,11 +90,13 @@ class TensorsOfNumbers:
         graph: The graph.
         tensors: The positions of what makes one.
         parts: Those of what is made for that alone, and of checks of it.
+        kept: Those of tensors of no dimension that the user keeps somewhere.
     """
 
     graph: CapturedGraph
     tensors: set[int] = field(default_factory=set)
     parts: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, graph: CapturedGraph) -> TensorsOfNumbers:
@@ -102,6 +108,10 @@ class TensorsOfNumbers:
         for position, node in enumerate(graph.nodes):
             if node.target == _CHECK:
                 found.parts.add(position)
+            elif _is_single(node) and (
+                _is_constant(node) or (node.target == _SCALAR and not node.source)
+            ):
+                found.kept.add(position)
             elif (
                 node.target == _SCALAR
                 or (node.target == _COPY and _is_constant(graph.nodes[node.reads[0]]))
@@ -117,7 +127,7 @@ class TensorsOfNumbers:
     def forms(self) -> Iterator[tuple[Any, ...]]:
         """Kind, target and mark of each node, without the numbers."""
         for position, node in enumerate(self.graph.nodes):
-            if node.kind is not NodeKind.NUMBER and position not in self.parts:
+            if node.kind is not NodeKind.NUMBER and position not in self.parts | self.kept:
                 target = "tensor" if position in self.tensors else node.target
                 yield node.kind, target, node.requires_grad
 
@@ -129,6 +139,8 @@ class TensorsOfNumbers:
         if node.target == _COPY:
             name = self.graph.nodes[node.reads[0]].name
             return self.graph.constants[name].detach().cpu().tolist()
+        if _is_constant(node):
+            return self.graph.constants[node.name].detach().cpu().tolist()
         assert node.meta is not None
         number: Any = node.arguments.partition(",")[0]
         try:
@@ -141,6 +153,10 @@ class TensorsOfNumbers:
 
 def _is_constant(node: Node) -> bool:
     return node.kind is NodeKind.CONSTANT
+
+
+def _is_single(node: Node) -> bool:
+    return node.meta is not None and node.meta.shape == ()
 
 
 _COPY, _SCALAR, _STACK, _CHECK = (

@@ -44,7 +44,9 @@ from graphsplit.guards.values import (
     freeze,
     holder_of,
     is_mapping,
+    is_scalar,
     keys_of,
+    number_of,
     reference_of,
     same,
     shown,
@@ -97,6 +99,20 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.place.label} was {shown(self.old)}, is {shown(self.new)}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor of no dimension before it was written to.
+
+    Attributes:
+        number: The number in it.
+    """
+
+    number: Any
+
+    def __repr__(self) -> str:
+        return f"a tensor of {self.number!r}"
 
 
 def named_failure(label: str, old: Any, new: Any) -> Failure:
@@ -188,12 +204,14 @@ class Guards:
     ) -> None:
         self.watched = tuple(watched)
         self.lifted = tuple(lifted)
-        self._types = [type(place.read()) for place in self.lifted]
+        self._types = [_kind_of(place.read()) for place in self.lifted]
         self._free = {place.identity for place in self.lifted}
         self._classes = [(one, type(one)) for one in (types or {}).values()]
         owners = [(one, own_dictionary(one)) for one, _ in self._classes]
         self._owners = [(one, held) for one, held in owners if held is not None]
         self._versions = [(t, writes_of(t), t.requires_grad) for t in tensors]
+        # What is written to ``.data`` has no version, and code may have asked for the number.
+        self._scalars = {id(t): (t, t.item()) for t in tensors if is_scalar(t)}
         self._switches = _switches() if with_switches else None
         self._compile()
 
@@ -213,8 +231,8 @@ class Guards:
         return self._hold_by_value()
 
     def lifted_values(self) -> tuple[Any, ...]:
-        """The present values of the lifted places."""
-        return tuple([place.read() for place in self.lifted])
+        """The present numbers in the lifted places."""
+        return tuple([number_of(place.read()) for place in self.lifted])
 
     def failures(self) -> list[Failure]:
         """All places that are not as they were, the innermost ones."""
@@ -225,7 +243,7 @@ class Guards:
                 if place.identity not in self._free:
                     found.append(Failure(place, difference.old, difference.new))
         for place, kind in zip(self.lifted, self._types, strict=True):
-            if type(place.read()) is not kind:
+            if _kind_of(place.read()) != kind:
                 found.append(Failure(place, kind, place.read()))
         found += self._changed_objects()
         found += self._changed_switches()
@@ -233,10 +251,10 @@ class Guards:
 
     def value_at(self, label: str) -> Any:
         """The value that was at a place with a name; ``MISSING`` if none has it."""
-        named = chain.from_iterable(_named_values(w.place, w.value) for w in self.watched)
         if self._switches is not None and label in _SWITCHES:
             return self._switches[_SWITCHES.index(label)]
-        return next((value for name, value in named if name == label), MISSING)
+        named = (value for place, value in self._places() if place.label == label)
+        return next(named, MISSING)
 
     def settle(self) -> None:
         """Take the tables of modules as they are now: planning itself has moved tensors."""
@@ -259,10 +277,13 @@ class Guards:
         for place, value in self._others:
             if place.read() is not value:
                 return False
+        for tensor, number in self._scalars.values():
+            if not _is_number(tensor.item(), number):
+                return False
         return self._switches is None or self._switches == _switches()
 
     def _lifted_are_numbers(self) -> bool:
-        return [type(place.read()) for place in self.lifted] == self._types
+        return [_kind_of(place.read()) for place in self.lifted] == self._types
 
     def _hold_by_value(self) -> bool:
         if self.failures():
@@ -286,9 +307,21 @@ class Guards:
             if tensor.requires_grad is not is_marked:
                 place = Place(PlaceKind.FIELD, tensor, "requires_grad", f"requires_grad of {label}")
                 yield Failure(place, is_marked, tensor.requires_grad)
-            if writes_of(tensor) != version:
-                place = Place(PlaceKind.FIELD, tensor, WRITES, label)
-                yield Failure(place, f"version {version}", f"version {writes_of(tensor)}")
+            own = Place(PlaceKind.FIELD, tensor, WRITES, label)
+            if id(tensor) in self._scalars:
+                number = self._scalars[id(tensor)][1]
+                if writes_of(tensor) != version or not _is_number(tensor.item(), number):
+                    yield Failure(self._place_with(tensor, own), Written(number), tensor)
+            elif writes_of(tensor) != version:
+                yield Failure(own, f"version {version}", f"version {writes_of(tensor)}")
+
+    def _place_with(self, tensor: torch.Tensor, other: Place) -> Place:
+        """A place that holds a tensor; else another one."""
+        found = (place for place, value in self._places() if value is tensor)
+        return next((place for place in found if place.read() is tensor), other)
+
+    def _places(self) -> Iterator[tuple[Place, Any]]:
+        return chain.from_iterable(_places_in(w.place, w.value) for w in self.watched)
 
     def _changed_switches(self) -> Iterator[Failure]:
         if self._switches is not None:
@@ -384,6 +417,15 @@ class Guards:
             self._items += frozen.keys
 
 
+def _is_number(now: Any, before: Any) -> bool:
+    return bool(now == before or (now != now and before != before))
+
+
+def _kind_of(value: Any) -> Any:
+    """The part of a lifted value that must stay: its class, and of a tensor the dtype."""
+    return (torch.Tensor, value.dtype) if is_scalar(value) else type(value)
+
+
 _SWITCHES = (
     "torch.get_default_dtype()",
     "torch.are_deterministic_algorithms_enabled()",
@@ -439,14 +481,14 @@ def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
             yield frozen.container, index, item
 
 
-def _named_values(place: Place, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values that were at a place and in it, under the names that ``_place_of`` gives."""
-    yield place.label, value
+def _places_in(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
+    """The values that were at a place and in it, with the places that ``_place_of`` gives."""
+    yield place, value
     if isinstance(value, Frozen):
         for key, item in zip(value.keys or count(), value.items, strict=False):
             if not isinstance(value.container, tuple):
-                yield inside(value.container, key, place).label, item
-            yield from _named_values(place, item)
+                yield inside(value.container, key, place), item
+            yield from _places_in(place, item)
 
 
 def _place_of(place: Place, difference: ValueDifference) -> Place:

@@ -44,6 +44,12 @@ CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *BUFFERS)
 MUTABLE = (list, deque, set, dict, SimpleNamespace, *BUFFERS)
 
 
+# Numbers of these survive the way through Python's.
+_OF_NUMBERS = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+)
+
+
 class Missing:
     """Stands for a value that is not there."""
 
@@ -252,6 +258,22 @@ def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
         set.update(container, items)
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether this is a tensor of no dimension whose number says all about it."""
+    return (
+        type(value) is torch.Tensor
+        and value.dim() == 0
+        and value.device.type == "cpu"
+        and value.dtype in _OF_NUMBERS
+        and not value.requires_grad
+    )
+
+
+def number_of(value: Any) -> Any:
+    """The number in a tensor of no dimension; anything else as it is."""
+    return value.item() if is_scalar(value) else value
+
+
 def same(frozen: Any, value: Any) -> bool:
     """Whether a value is the one of a snapshot, by type and bits."""
     return next(differences(frozen, value), None) is None
@@ -378,6 +400,8 @@ def shown(value: Any) -> str:
     """A value for people: short, and the same text on all workers."""
     if isinstance(value, Frozen):
         value = thaw(value) if is_plain(value) else value.container
+    if is_scalar(value):
+        return f"a tensor of {value.item()!r}"
     if isinstance(value, torch.Tensor):
         return f"a {list(value.shape)} tensor"
     try:

@@ -30,9 +30,9 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
-from graphsplit.guards.check import Failure, named_failure, switches_of_all
+from graphsplit.guards.check import Failure, Written, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, same, shown
+from graphsplit.guards.values import MISSING, is_scalar, number_of, same, shown
 from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.announced import Swaps
 from graphsplit.planning.task import Task
@@ -389,8 +389,8 @@ class Recordings:
             lifted = self._record(mode, signature, places)
         except (CaptureError, OverflowError):  # or a size that a number decides has no bound
             lifted = None
-        was = (*before.lifted(), *(failure.old for failure in changed))
-        now = tuple(place.read() for place in places)
+        was = (*before.lifted(), *map(_number_before, changed))
+        now = tuple(number_of(place.read()) for place in places)
         if lifted is not None and not (
             _gives(lifted, was, before.graph, before.lifted(), signature)
             and _gives(lifted, now, graph, (), signature)
@@ -456,11 +456,20 @@ def _form(graph: CapturedGraph) -> list[Any]:
 
 
 def _is_number(failure: Failure) -> bool:
+    if is_scalar(failure.new):
+        has_form = is_scalar(failure.old) and failure.old.dtype is failure.new.dtype
+        return has_form or isinstance(failure.old, Written)
     return (
         (type(failure.new) in (int, float) or isinstance(failure.new, _OF_NUMPY))
         and type(failure.old) is type(failure.new)
         and same(failure.new, failure.place.read())
     )
+
+
+def _number_before(failure: Failure) -> Any:
+    """The number in the earlier graph: of a tensor that was written to, the present one."""
+    is_there = isinstance(failure.old, Written)
+    return number_of(failure.new if is_there else failure.old)
 
 
 def _gives(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
-from torch import nn
+from torch import nn, tensor
 
 from graphsplit.planning import planner
 
@@ -130,6 +130,12 @@ USES: dict[str, Use] = {
         lambda net, h: torch.addmm(h, h, torch.eye(4), beta=net.n, alpha=1 - net.n), falling
     ),
     "threshold": Use(lambda net, h: F.softshrink(h, net.n), lambda s: 0.4 * 0.97**s),
+    "tensor that is kept": Use(
+        lambda net, h: (1 - net.n) * h + net.n, lambda s: tensor(falling(s))
+    ),
+    "half that is kept": Use(lambda net, h: h * net.n, lambda s: tensor(falling(s)).bfloat16()),
+    "count that is kept": Use(lambda net, h: torch.exp(-net.n) * h, lambda s: tensor(s + 2)),
+    "value of a kept one": Use(lambda net, h: h * net.n.item(), lambda s: tensor(falling(s)), None),
     "as a dtype": Use(lambda net, h: h * net.n * torch.ones(1, dtype=float).float(), falling, None),
     "index": Use(lambda net, h: h * net.table[net.n % 4], lambda s: s + 2, None),
 }
@@ -193,8 +199,36 @@ def test_a_number_that_changes_at_each_step_has_few_captures(
         assert captures.number <= use.captures
 
 
+WRITES: dict[str, Callable[[Any, int], Any]] = {
+    "in place": lambda net, step: net.n.mul_(0.97),
+    "by its data": lambda net, step: net.n.data.mul_(0.97),
+    "in turns": lambda net, step: net.n.mul_(0.97) if step % 2 else setattr(net, "n", net.n * 0.97),
+}
+
+
+@pytest.mark.parametrize("name", ["tensor that is kept", "value of a kept one"])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_tensor_of_no_dimension_may_be_written_to(
+    how: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, captures = USES[name], Captures(monkeypatch)
+    assert_same_bits(
+        lambda: Net(use),
+        batches_of(4, 3),
+        steps=6,
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=lambda step, net, loss_fn: WRITES[how](net, step),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+    assert captures.number <= (use.captures or 8)
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("name", ["dropout", "exp", "warm-up that ends", "float32 of NumPy"])
+@pytest.mark.parametrize(
+    "name", ["dropout", "exp", "warm-up that ends", "float32 of NumPy", "tensor that is kept"]
+)
 def test_workers_compute_with_the_same_numbers(name: str, microbatches: int) -> None:
     use = USES[name]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -28,7 +29,7 @@ from graphsplit.capture.operations.opaque_call import Placeholder
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.places import Place
-from graphsplit.guards.values import SYMBOLIC
+from graphsplit.guards.values import SYMBOLIC, number_of
 from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, active_fake_mode
 
 
@@ -116,20 +117,28 @@ def lifted_in_place(places: Sequence[Place]) -> Iterator[Lifted]:
     Raises:
         NotLiftedError: A condition mixes a lifted number with sizes.
     """
-    lifted = Lifted(tuple(places), tuple(place.read() for place in places))
+    before = [place.read() for place in places]
+    lifted = Lifted(tuple(places), tuple(map(number_of, before)))
     if not places:
         yield lifted
         return
     _here.tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     try:
         for index, (place, value) in enumerate(zip(places, lifted.values, strict=True)):
-            place.write(_stand_in(value, lifted.symbols, NUMBER, (index,), f"lifted_{index}"))
+            number = _stand_in(value, lifted.symbols, NUMBER, (index,), f"lifted_{index}")
+            is_tensor = isinstance(before[index], torch.Tensor)
+            place.write(as_scalar(number, before[index].dtype) if is_tensor else number)
         yield lifted
         _take_conditions(lifted)
     finally:
         del _here.tracer
-        for place, value in zip(places, lifted.values, strict=True):
+        for place, value in zip(places, before, strict=True):
             place.write(value)
+
+
+def as_scalar(number: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of no dimension that stands for one of the user's, in what is recorded."""
+    return torch.scalar_tensor(number, dtype=dtype)
 
 
 def made(lifted: Lifted, function: Callable[..., Any], args: Sequence[Any]) -> Any:
