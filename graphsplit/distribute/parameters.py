@@ -21,7 +21,7 @@ from graphsplit.distribute.following.casts import refuse_cached_cast
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop, empty_as
-from graphsplit.distribute.workers.twins import Twin
+from graphsplit.distribute.workers.twins import Twin, is_shared
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import (
@@ -37,7 +37,6 @@ from graphsplit.torch_ext.private import (
     TensorBase,
     are_subclasses_asked,
     pytree,
-    storage_use_count,
 )
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
 
@@ -204,7 +203,7 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
         given = _value_of(given)
     value = given
     if isinstance(value, LoopValue):
-        if value.home != known.owner and _is_shared(value.held):
+        if value.home != known.owner and is_shared(value.held):
             raise ConfigurationError(
                 "data of a parameter was set to that of a tensor on another worker, which is held "
                 "elsewhere too: in one process both would have one memory from now on\n"
@@ -227,8 +226,7 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
 
 def _copied(name: str, value: LoopValue, known: InLoop) -> torch.Tensor:
     """A value where a parameter is, to be its gradient or data."""
-    is_gradient = value.number[0] == "gradient" if isinstance(value.number, tuple) else False
-    if value.home != known.owner and (is_gradient or known.gradients.has(value.held)):
+    if value.home != known.owner and (value.is_gradient or known.gradients.has(value.held)):
         raise ConfigurationError(
             f"{name} of a parameter was set to the gradient of one on another worker: in one "
             f"process both would have one memory from now on\n"
@@ -249,12 +247,6 @@ def _note_copied(name: str, value: Any, parameter: torch.Tensor, known: InLoop) 
 
 def _no_mark() -> None:
     """Gradients are written to by operations and by backward, which say so."""
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has the same memory."""
-    # One more use is that of the object through which the number is asked for.
-    return storage_use_count(storage_of(tensor)) > 2
 
 
 def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], *, is_zeroed: bool) -> Any:
@@ -278,11 +270,16 @@ def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], *, is_zero
         return func(*args)
 
 
+def _as_data_of(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.data = parameter``; a plain tensor would have its memory, which is refused."""
+    return parameter if in_loop(tensor) is not None else _value_of(parameter).as_data_of(tensor)
+
+
 class _Answers(torch.Tensor):
     """The answers of every tensor in a loop: to functions of torch, and to other methods."""
 
     as_loop_value = _value_of
-    refuse_as_data_of = LoopValue.refuse_as_data_of
+    as_data_of = _as_data_of
     grad = property(_get_gradient, _set_gradient, _set_gradient)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

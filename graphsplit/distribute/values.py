@@ -21,6 +21,7 @@ from graphsplit.distribute.following.operands import from_last, taken_apart, wri
 from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow
 from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
+from graphsplit.distribute.workers.twins import Twin, is_shared
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
@@ -185,18 +186,33 @@ class LoopValue(torch.Tensor):
             self._copies[home] = copy
         return copy[1]
 
-    def refuse_as_data_of(self, tensor: torch.Tensor) -> None:
-        """Refuse ``tensor.data = value`` for a tensor that all workers have.
+    def as_data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The data of a tensor that is set to the value; one that all workers have gets a copy.
 
         Raises:
-            ConfigurationError: It is one.
+            ConfigurationError: A parameter or another tensor has the memory of the value.
         """
-        if not isinstance(tensor, LoopValue) and not hasattr(type(tensor), "as_loop_value"):
+        if isinstance(tensor, LoopValue) or hasattr(type(tensor), "as_loop_value"):
+            return self
+        if self.is_gradient or is_shared(self.held):
             raise ConfigurationError(
-                "data of a tensor was set to a value that lives on one worker: of a plain tensor, "
-                "or of a network before its first call\n"
+                "data of a plain tensor, or of a network before its first call, was set to a "
+                "parameter or another value that lives on one worker and is held elsewhere too: in "
+                "one process both would have one memory from now on\n"
                 "  Fix: p.data.copy_(value)."
             )
+        kind = type(tensor)
+
+        def mark() -> Any:  # where the tensor comes to live on one worker, others cannot tell
+            return type(tensor) is kind and writes_of(tensor)
+
+        self.loop.twins.add(tensor, Twin("data", self.held, lambda _: False, mark))
+        return self.everywhere().clone()
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is the whole gradient of a parameter."""
+        return isinstance(self.number, tuple) and self.number[0] == "gradient"
 
     @classmethod
     def __torch_function__(

@@ -6,6 +6,7 @@ Only files, log lines and progress bars are a matter of one worker, which is *ma
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 
 from graphsplit.distribute.network import behind, distribute, gathered
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
@@ -54,7 +56,7 @@ def refuse_other_generators(job: Job) -> None:
     Raises:
         ConfigurationError: They do.
     """
-    mine = bytes(torch.default_generator.get_state().numpy()).hex()
+    mine = hashlib.sha256(bytes(torch.default_generator.get_state().numpy())).hexdigest()
 
     def run() -> None:
         with job.reporting():
@@ -124,7 +126,8 @@ def on_main(
         if job.rank == 0:
             _is_on_main = True
             try:
-                found = save()
+                with Loop.of(job).taken.aside():
+                    found = save()
             finally:
                 _is_on_main = False
     joined.barrier()

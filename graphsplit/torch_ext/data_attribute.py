@@ -80,9 +80,9 @@ class _Data:
         return made
 
     def __set__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        refuse = getattr(type(value), "refuse_as_data_of", None)  # torch asks the tensor alone
-        if refuse is not None:
-            refuse(value, tensor)
+        give = getattr(type(value), "as_data_of", None)  # torch asks the tensor alone
+        if give is not None:
+            value = give(value, tensor)
         _ATTRIBUTE.__set__(tensor, value)
 
     def __delete__(self, tensor: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class _Data:
 
 
 def watch_data() -> None:
-    """Let values say from now on which tensors they may be the data of."""
+    """Let values say from now on which tensors they may be the data of, and as what."""
     kind: Any = torch.Tensor
     if "data" not in vars(kind):
         kind.data = _Data()

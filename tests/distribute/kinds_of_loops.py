@@ -354,9 +354,51 @@ def rounding(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+def of_keys(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """MoCo: a network of keys, an average of the other one from before its first call."""
+    net, keys = layers(8, 16, 4, ranks=ranks), layers(8, 16, 4, ranks=ranks[1:])
+    for of_keys, of_net in zip(keys.parameters(), net.parameters(), strict=True):
+        of_keys.data.copy_(of_net.data)
+        of_keys.requires_grad = False
+    net, keys = distribute(net), distribute(keys)
+    queue, optimizer = torch.randn(4, 8), torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(3):
+        found = net(torch.randn(4, 8))
+        with torch.no_grad():
+            for of_keys, of_net in zip(keys.parameters(), net.parameters(), strict=True):
+                of_keys.data = of_keys.data * 0.9 + of_net.data * 0.1
+            key = keys(torch.randn(4, 8))
+        logits = torch.cat([(found * key).sum(1, keepdim=True), found @ queue.clone()], 1)
+        loss = nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue[:, :4] = key.T
+        yield loss.item(), queue
+    yield keys.state_dict()
+
+
+def in_one_piece(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Gradients that are views of one tensor of all, clipped afterwards."""
+    net = distribute(layers(8, 16, 4, ranks=ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8)).square().mean().backward()
+        whole, start = torch.cat([p.grad.flatten() for p in net.parameters()]) * 2, 0
+        for p in net.parameters():
+            p.grad = whole[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        yield nn.utils.clip_grad_norm_(net.parameters(), 0.5).item()
+        optimizer.step()
+    yield net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
     carried,
     measured,
+    of_keys,
+    in_one_piece,
     swapped,
     logged,
     mixed,

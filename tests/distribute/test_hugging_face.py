@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from loop_helpers import Distribute, raised
-from recovery_helpers import threads_as_workers
+from loops import small
+from recovery_helpers import ThreadCluster, threads_as_workers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphsplit as gs
-from graphsplit.integrations.workers import distributed
+from graphsplit.integrations.workers import distributed, on_main
 from graphsplit.job import joined
 
 assert threads_as_workers
@@ -35,3 +36,22 @@ def test_generating_is_refused_by_name() -> None:
         yield net.generate(torch.zeros(1, 2, dtype=torch.long))
 
     assert "generate() was called on a network that is distributed" in raised(generating)
+
+
+def test_what_a_library_looks_at_while_it_saves_leaves_workers_alike() -> None:
+    """As peft does: it asks a part of the network for its keys, on the worker that saves."""
+
+    def saving(rank: int) -> list[float]:
+        job = joined.current()
+        assert job is not None
+        torch.manual_seed(0)
+        net, losses = distributed(small([0, 1, 0]), job), []
+        for _ in range(2):
+            loss = net(torch.randn(6, 8)).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            on_main(job, lambda: [*net.last.state_dict()], [net], [])
+        return losses
+
+    first, second = ThreadCluster(saving, 2, is_recoverable=False).run()
+    assert first == second

@@ -390,18 +390,22 @@ def test_a_value_of_another_worker_is_not_what_was_set(kind: str) -> None:
     assert ".clone()" in raised(of_another_worker(kind))
 
 
-def test_data_of_a_network_that_has_made_no_call_is_no_value() -> None:
+@pytest.mark.parametrize("kind", ["parameter", "data", "value written to", "data written to"])
+def test_data_of_a_network_that_has_made_no_call_has_no_memory_of_others(kind: str) -> None:
     def averaging(rank: int) -> None:
         net, slow = gs.distribute(small([0, 1, 0])), gs.distribute(small([0, 1, 0]))
         net(torch.ones(6, 8))
-        for p, value in zip(slow.parameters(), net.parameters(), strict=True):
-            p.data = p.data * 0.9 + value.data * 0.1
-        slow(torch.ones(6, 8))
+        p, of_net = slow.last.weight, net.last.weight
+        value = of_net.data * 2 if "written" in kind else of_net.data
+        p.data = of_net if kind == "parameter" else value
+        with torch.no_grad():
+            (value if kind == "value written to" else p).mul_(2)
+        value.sum()
 
-    with pytest.raises(gs.errors.ConfigurationError, match="before its first call") as caught:
+    with pytest.raises(gs.errors.ConfigurationError, match="have one memory") as caught:
         ThreadCluster(averaging, 2, is_recoverable=False).run()
 
-    assert r"Fix: p.data.copy_(value)" in str(caught.value)
+    assert "Fix: p.data" in str(caught.value)
 
 
 class Graph(torch.nn.Module):

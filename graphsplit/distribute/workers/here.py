@@ -107,6 +107,15 @@ class FromOutside:
         self.count += 1
         return self.count
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, this worker does something alone, as saving: what it meets does not count."""
+        count, checksum = self.count, self.checksum
+        try:
+            yield
+        finally:
+            self.count, self.checksum = count, checksum
+
     def compare(self, told: TakenNumbers, rank: int, other: int, *, mine: TakenNumbers) -> None:
         """Compare it with that of another worker.
 

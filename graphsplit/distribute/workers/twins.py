@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.private import storage_use_count
 
@@ -42,8 +43,7 @@ class Twin:
 
     def is_held(self) -> bool:
         """Whether anything else has the value's memory."""
-        # One more use is that of the object through which the number is asked for.
-        return storage_use_count(storage_of(self.value)) > 2
+        return is_shared(self.value)
 
 
 class Twins:
@@ -91,8 +91,27 @@ class Twins:
             twin.is_written |= twin.name == "grad"
 
     def _of(self, tensor: torch.Tensor) -> list[Twin]:
-        memory = storage_of(tensor)
-        return [twin for twin in self._known.values() if storage_of(twin.value) == memory]
+        return [twin for twin in self._known.values() if _overlap(twin.value, tensor)]
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one memory, and not one behind the other."""
+    if storage_of(one) != storage_of(other):
+        return False
+    (start, end), (start_of_other, end_of_other) = _span(one), _span(other)
+    return start < end_of_other and start_of_other < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The places of a memory between which a tensor lies, in elements."""
+    start = int(tensor.storage_offset())
+    return start, start + span_elements(tuple(tensor.shape), tensor.stride())
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the same memory."""
+    # One more use is that of the object through which the number is asked for.
+    return storage_use_count(storage_of(tensor)) > 2
 
 
 def _error(twin: Twin, then: str) -> ConfigurationError:
