@@ -13,6 +13,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from graphsplit.frames import is_users
 from graphsplit.guards.values import MISSING
@@ -41,9 +43,14 @@ _HEAP_TYPE = 1 << 9
 _MARK = "_graphsplit_sees"
 # Classes of Python's own in which users keep values of theirs.
 _HOLDERS = (argparse.Namespace, collections.UserDict, collections.UserList)
-# Of PyTorch's classes: forward may look at the learning rate, or enter an autocast that it keeps.
+# Of PyTorch's classes: forward may look at the learning rate, or enter an autocast that it keeps;
+# a prior that a module holds may be given another scale, and a hook another number of iterations.
 _OF_TORCH = (
     torch.autocast,
+    torch.distributions.Distribution,
+    torch.distributions.Transform,
+    SpectralNorm,
+    WeightNorm,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,

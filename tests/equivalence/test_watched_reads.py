@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from equivalence_helpers import KeptByWeakReference, batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
-from torch import nn
+from torch import distributions, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.guards.values import shown
@@ -166,6 +167,10 @@ def _number_with_attribute() -> tuple[Weigh, SetWeight]:
 def _equal_to_all() -> tuple[Weigh, SetWeight]:
     held = [Stubborn(1)]
     return lambda: int(held[0]), lambda value: held.__setitem__(0, Stubborn(int(value)))
+
+
+def _of_torch(one: Any, name: str) -> tuple[Weigh, SetWeight]:
+    return _attribute(one, lambda: getattr(one, name), name)
 
 
 def _waiting() -> tuple[Weigh, SetWeight]:
@@ -346,6 +351,9 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "number with an attribute": _number_with_attribute,
     "number equal to all": _equal_to_all,
     "queue": _waiting,
+    "scale of a distribution": lambda: _of_torch(distributions.Normal(0.0, 1.0), "scale"),
+    "scale of a transform": lambda: _of_torch(distributions.AffineTransform(0.0, 1.0), "scale"),
+    "number of a hook of torch's": lambda: _of_torch(SpectralNorm(), "eps"),
     "memory of other processes": lambda: _valued(multiprocessing.Value("d", 1.0)),
     "number in C": lambda: _valued(ctypes.c_double(1.0)),
     "event": _event,
