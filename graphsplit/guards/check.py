@@ -278,7 +278,7 @@ class Guards:
             if place.read() is not value:
                 return False
         for tensor, number in self._scalars.values():
-            if not _is_number(tensor.item(), number):
+            if not same(number, tensor.item()):
                 return False
         return self._switches is None or self._switches == _switches()
 
@@ -310,7 +310,7 @@ class Guards:
             own = Place(PlaceKind.FIELD, tensor, WRITES, label)
             if id(tensor) in self._scalars:
                 number = self._scalars[id(tensor)][1]
-                if writes_of(tensor) != version or not _is_number(tensor.item(), number):
+                if writes_of(tensor) != version or not same(number, tensor.item()):
                     yield Failure(self._place_with(tensor, own), Written(number), tensor)
             elif writes_of(tensor) != version:
                 yield Failure(own, f"version {version}", f"version {writes_of(tensor)}")
@@ -415,10 +415,6 @@ class Guards:
         if frozen.keys and not are_found:
             self._contents.append(keys_of(container))
             self._items += frozen.keys
-
-
-def _is_number(now: Any, before: Any) -> bool:
-    return bool(now == before or (now != now and before != before))
 
 
 def _kind_of(value: Any) -> Any:
