@@ -9,7 +9,7 @@ from quiet_time import quiet_time
 
 from system.helpers import Finished, run_job
 
-pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 LINE = r"tests/system/jobs/circles.py:\d+, in"
 FORMS = {

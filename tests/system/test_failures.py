@@ -10,7 +10,7 @@ import pytest
 
 from system.helpers import JOBS, Finished, read_logs, run_command, run_job
 
-pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
 
