@@ -14,6 +14,7 @@ gradients is infinite or NaN, and the norm of every gradient. ``clip`` takes tho
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -339,12 +340,11 @@ class Settings:
     """The settings of a Model's optimizers.
 
     Args:
-        optimizers: The optimizers.
+        optimizers: The optimizers; they are not held.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = tuple(optimizers)
-        self._keys = [_keys_of(optimizer) for optimizer in self._optimizers]
+        self._optimizers = [(weakref.ref(one), _keys_of(one)) for one in optimizers]
         self._seen: list[Any] = []
         self._has_tensors = False  # whose values change in place
         self._numbers: tuple[float, ...] = ()
@@ -391,8 +391,9 @@ class Settings:
         ]
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-        for optimizer, keys in zip(self._optimizers, self._keys, strict=True):
-            for group in optimizer.param_groups:
+        for held, keys in self._optimizers:
+            optimizer = held()
+            for group in () if optimizer is None else optimizer.param_groups:
                 yield group, keys
 
     def _told(self) -> list[tuple[int, str, Any, float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 import zlib
 from array import array
 from collections import deque
@@ -64,7 +65,7 @@ class FromOutside:
         self.count = 0
         self.checksum = 0
         self._settings = Settings(())
-        self._stepped: deque[torch.optim.Optimizer] = deque(maxlen=_MOST_OPTIMIZERS)
+        self._stepped: deque[weakref.ref[Any]] = deque(maxlen=_MOST_OPTIMIZERS)
         self._numbers: tuple[float, ...] = ()
         self._latest: deque[tuple[str, list[Any]]] = deque(maxlen=_MOST_NAMED)
 
@@ -93,9 +94,9 @@ class FromOutside:
     def note_step(self, optimizer: torch.optim.Optimizer, values: Iterable[Any]) -> None:
         """Take note of an optimizer's step, and of the values that it steps by."""
         self.note(f"{type(optimizer).__name__}.step", values)
-        if not any(optimizer is known for known in self._stepped):
-            self._stepped.append(optimizer)
-            self._settings = Settings(tuple(self._stepped))
+        if not any(known() is optimizer for known in self._stepped):
+            self._stepped.append(weakref.ref(optimizer))
+            self._settings = Settings([one for known in self._stepped if (one := known())])
         self._numbers = self._settings.numbers()
 
     def now(self) -> TakenNumbers:
