@@ -141,7 +141,7 @@ def test_values_come_back_bit_for_bit(value: Any) -> None:
             {"net": torch.nn.Linear(1, 1)},
             "the result of fn/net is a torch.nn.modules.linear.Linear",
         ),
-        (np.zeros(3), "the result of fn is a numpy.ndarray and has no safe form"),
+        (np.zeros(3, object), "the result of fn is a numpy.ndarray and has no safe form"),
     ],
 )
 def test_a_result_without_a_safe_form_is_named_with_the_way_out(value: Any, text: str) -> None:

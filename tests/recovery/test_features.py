@@ -175,7 +175,7 @@ class Hoarding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = np.zeros(1)
+        self.seen = np.zeros(1, dtype=object)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + 1
