@@ -44,11 +44,13 @@ _MARK = "_graphsplit_sees"
 # Classes of Python's own in which users keep values of theirs.
 _HOLDERS = (argparse.Namespace, collections.UserDict, collections.UserList)
 # Of PyTorch's classes: forward may look at the learning rate, or enter an autocast that it keeps;
-# a prior that a module holds may be given another scale, and a hook another number of iterations.
+# a prior that a module holds may be given another scale, a hook another number of iterations, and
+# a data set other tensors.
 _OF_TORCH = (
     torch.autocast,
     torch.distributions.Distribution,
     torch.distributions.Transform,
+    torch.utils.data.Dataset,
     SpectralNorm,
     WeightNorm,
     torch.optim.Optimizer,

@@ -1,11 +1,13 @@
 """``tensor.data``: while a network is captured, and where a script writes by it.
 
 ``torch.export`` does not see it, and makes a constant of what was a parameter. To a graph it is
-``tensor.detach()``: the same memory, apart from autograd.
+``tensor.detach()``: the same memory, apart from autograd. ``tensor.grad`` has no place in a graph:
+each microbatch would see the sum over those before it.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,15 +15,18 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CaptureError
-from graphsplit.frames import users_line_now
+from graphsplit.frames import OWN, is_users, users_line_now
 from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.function_modes import TorchCalls
 
 _ATTRIBUTE: Any = torch.Tensor.data
 
 
+_GRADIENT: Any = torch.Tensor.grad
+
+
 class DataIsDetached(TorchCalls):
-    """Reads ``.data`` as ``.detach()``, and refuses to set it."""
+    """Reads ``.data`` as ``.detach()``, and refuses to set it, and to read gradients."""
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -35,7 +40,22 @@ class DataIsDetached(TorchCalls):
                 f"  {users_line_now()}\n"
                 f"  Fix: copy into it, as in tensor.data.copy_(new)."
             )
+        if function == _GRADIENT.__get__ and args[0].is_leaf and _is_asked_by_user():
+            raise CaptureError(
+                f"forward or loss reads the gradient of a parameter or an input\n"
+                f"  {users_line_now()}\n"
+                f"  Fix: read it between steps, or in a callback, and keep what counts in an "
+                f"attribute."
+            )
         return function(*args, **kwargs)
+
+
+def _is_asked_by_user() -> bool:
+    """Whether the code is the user's that called the function of torch: all modes are ours."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(OWN) and frame.f_back is not None:
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
 
 
 # Outside of captures: ``.data`` is a tensor over the same memory, and counts writes by itself. So

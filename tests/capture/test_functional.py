@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -229,6 +230,18 @@ def test_setting_data_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"setting its \.data") as caught:
         of(run)
     assert "tensor.data.copy_(new)" in str(caught.value)
+
+
+@pytest.mark.parametrize("held", [lambda net, x: net.fc.weight, lambda net, x: x])
+def test_a_gradient_that_forward_reads_is_refused(held: Callable[..., torch.Tensor]) -> None:
+    """A microbatch would see the sum of those before it: a graph has no such value."""
+
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        return net.fc(x).sum() * (2 if held(net, x).grad is not None else 1)
+
+    with pytest.raises(CaptureError, match="reads the gradient of a parameter") as caught:
+        of(run)
+    assert ".grad is not None" in str(caught.value)
 
 
 def test_reading_data_is_reading_a_detached_view() -> None:

@@ -27,6 +27,7 @@ from equivalence_helpers import KeptByWeakReference, batches_of, rows_against_ta
 from simulated.equivalence import assert_same_bits
 from torch import distributions, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.data import Subset
 
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.guards.values import shown
@@ -354,6 +355,7 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "scale of a distribution": lambda: _of_torch(distributions.Normal(0.0, 1.0), "scale"),
     "scale of a transform": lambda: _of_torch(distributions.AffineTransform(0.0, 1.0), "scale"),
     "number of a hook of torch's": lambda: _of_torch(SpectralNorm(), "eps"),
+    "indices of a data set": lambda: _of_torch(Subset([1.0], [0]), "indices"),
     "memory of other processes": lambda: _valued(multiprocessing.Value("d", 1.0)),
     "number in C": lambda: _valued(ctypes.c_double(1.0)),
     "event": _event,
