@@ -48,12 +48,12 @@ contracts: $(STAMP) ## imports run one way only
 walk: $(STAMP) ## how many files a training step goes through; no more than today
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/walk.py --most-files 22 --most-changes 70
 
-# Tests that start processes wait as much as they compute: two at a time, whatever the cores.
+# Tests that start processes have bounds on time, so they run alone; the others share the cores.
 pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
 	@set -e; run() { echo "$(BIN)/python -m pytest $$*"; \
 		$(BIN)/python -m pytest "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ]; }; \
 	run -n auto --dist loadfile -m "not real_processes and not zoo and not fuzz"; \
-	run -n 2 --dist loadgroup -m "real_processes and not zoo"
+	run -m "real_processes and not zoo"
 
 # With a GPU's torch this downloads gigabytes. A version that pyproject.toml leaves out may be named.
 TORCH_SAMPLE := tests/torch_contract tests/capture tests/equivalence/test_lenet.py \

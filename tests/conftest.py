@@ -31,24 +31,12 @@ SHARED_MEMORY = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
 
 
-# Tests of these folders set up hosts, ports and daemons of the whole machine: one at a time.
-ONE_AT_A_TIME = ("launchers", "matrix", "security")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # What captures leave lies in cycles, and much of it: by default it is looked for all the time.
     gc.set_threshold(20_000, 20, 20)
     # Orphans of a test's processes then become our children, where the check below sees them.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests share a process under ``--dist loadgroup``: those of a file, or more."""
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        group = "one at a time" if folder in ONE_AT_A_TIME else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True, scope="module")
