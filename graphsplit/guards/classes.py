@@ -169,6 +169,11 @@ class HookedClasses:
             return
         self._before[kind], self._replaced[kind] = before, replacements
 
+    def has_own_way(self, kind: type) -> bool:
+        """Whether a class of the user's, hooked here, says itself how instances are read."""
+        before = (self._before.get(base, {}) for base in kind.__mro__)
+        return any(own.get("__getattribute__", MISSING) is not MISSING for own in before)
+
     def remove(self) -> None:
         """Let all classes be as they were."""
         for kind, before in self._before.items():

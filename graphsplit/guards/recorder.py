@@ -238,9 +238,7 @@ class ReadRecorder(ValueVisitor):
         if "__class__" in facts.attributes:
             self.ask_classes()
         if "__getattribute__" in facts.attributes and not self.passes_by:
-            self.passes_by = True
-            for one, label in list(self.met.values()):
-                self.note_all_of(one, label)
+            self.note_passed_by()
         special = self.special_of.get(id(code), set())
         self.special |= special
         new = (facts.attributes | special) - self._told
@@ -348,7 +346,8 @@ class ReadRecorder(ValueVisitor):
     def _read_all_of(self, one: Any) -> None:
         """``vars(one)`` or a copy may be used for anything; torch takes those of modules often."""
         asker: Any = sys._getframe(3)
-        asker = asker.f_back if is_own(asker.f_code.co_filename) else asker  # a watched ``vars``
+        while is_own(asker.f_code.co_filename) or asker.f_code.co_name == "__getattribute__":
+            asker = asker.f_back  # a watched ``vars``, and a class's own way to read
         held = own_dictionary(one)
         if held is None or id(held) in self.made:
             return

@@ -45,11 +45,13 @@ from graphsplit.guards.values import (
     reference_of,
     with_leaves,
 )
-from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES, writes_of
+from graphsplit.torch_ext.attributes import ALL_HOOKS, CALLS, FLAT_WEIGHTS, TABLES, writes_of
 from graphsplit.torch_ext.private import FakeTensor, disable_current_modes
 from graphsplit.torch_ext.stand_ins import StandIn
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
+# Those that users hardly hide by an attribute; of ``forward`` others take care.
+_OF_MODULES = frozenset(name for name in vars(nn.Module) if name.startswith("_")) | {"forward"}
 WITHOUT_VALUES = (*SYMBOLIC, FakeTensor)
 _CALLABLES = (
     MethodType,
@@ -214,6 +216,8 @@ class ValueVisitor:
                 name = f"{label}.{path}" if path else label
                 self.tables[id(vars(inner))] = (inner, None, name)
                 self.meet_class(type(inner))
+                if self.passes_by and self._classes.has_own_way(type(inner)):
+                    self.note_all_of(inner, name)
         self.meet_class(type(module))
 
     def _meet_items(self, value: Any, label: str) -> None:
@@ -327,6 +331,14 @@ class ValueVisitor:
             self.note(place)
             self.meet(place.read(), place.label)
 
+    def note_passed_by(self) -> None:
+        """From now on code may ask objects for attributes past their classes: note them all."""
+        self.passes_by = True
+        modules = [(module, label) for module, _, label in self.tables.values()]
+        own = [pair for pair in modules if self._classes.has_own_way(type(pair[0]))]
+        for one, label in [*self.met.values(), *own]:
+            self.note_all_of(one, label)
+
     def note_all_of(self, one: Any, label: str) -> None:
         """Note all attributes of an object."""
         held = own_dictionary(one)
@@ -367,9 +379,15 @@ def named_place(holder: Any, name: str, label: str) -> Place:
 
 
 def is_torchs(module: nn.Module, name: str) -> bool:
-    """Whether a module's attribute is one of PyTorch's own tables, or an entry of one."""
-    if name in nn.Module.__dict__ or name in TABLES or name.endswith("_hooks"):
-        return name != "training"
+    """Whether a module's attribute is one of PyTorch's own tables, or an entry of one.
+
+    A method's name may be the user's attribute as well, or become one: ``self.type = "post"``.
+    """
+    held = own_dictionary(module) or {}  # not by a way of the module's own to read attributes
+    if name in TABLES or name in ALL_HOOKS or name in CALLS:
+        return True
+    if name not in held and name in _OF_MODULES:
+        return True
     if isinstance(module, nn.RNNBase) and name.startswith(FLAT_WEIGHTS):
         return True
-    return any(name in (vars(module).get(table) or ()) for table in TABLES)
+    return any(name in (held.get(table) or ()) for table in TABLES)

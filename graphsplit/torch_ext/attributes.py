@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 PARAMETERS, BUFFERS, MODULES = TABLES = ("_parameters", "_buffers", "_modules")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+ALL_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 GLOBAL_BACKWARD_HOOKS: tuple[dict[Any, Any], ...] = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
@@ -33,8 +34,9 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *GLOBAL_BACKWARD_HOOKS,
 )
 CALL = "_call_impl"  # what calling a module runs
+CALLS = (CALL, "_compiled_call_impl")
 NOT_SAVED = "_non_persistent_buffers_set"  # the names of buffers that no state dictionary holds
-NOT_THE_USERS = frozenset((*TABLES, NOT_SAVED, "training", CALL))
+NOT_THE_USERS = ALL_HOOKS | {*TABLES, NOT_SAVED, "training", CALL}
 FLAT_WEIGHTS = "_flat_weight"  # how the attributes begin in which a recurrent layer keeps weights
 
 # Saving and loading a module's state: methods that users override, and hooks.

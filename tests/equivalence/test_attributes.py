@@ -212,3 +212,90 @@ def test_a_tensor_that_the_next_forward_reads_is_kept(make: Any) -> None:
 
 def test_tensors_left_in_attributes_that_forward_does_not_read_do_no_harm() -> None:
     assert_same_bits(Collecting, batches_of(3, 3), num_workers=2, loss_fn=rows_against_target)
+
+
+class WithOwnWay(Base):
+    """A class's own way to read attributes, of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = 1.0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "gain":
+            return super().__getattribute__("half") * 2
+        return super().__getattribute__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x)) * self.gain
+        return made
+
+
+class NamedAsTorchs(Base):
+    """An attribute that has the name of a method of modules, or of a table of hooks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        setattr(self, name, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x)) * getattr(self, self.name)
+        return made
+
+
+@pytest.mark.parametrize("name", ["type", "half", "compile", "_version", "num_hooks", "_hooks"])
+def test_an_attribute_may_have_a_name_of_torchs(name: str) -> None:
+    assert_same_bits(
+        partial(NamedAsTorchs, name),
+        batches_of(4, 3),
+        steps=3,
+        num_workers=2,
+        place=lambda net: net.second.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+        before_step=lambda step, net, loss_fn: setattr(net, name, 1.0 + step),
+        plan_everywhere=True,
+    )
+
+
+class HidesAMethod(Base):
+    """Forward itself sets an attribute of a method's name, and reads it later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x))
+        held: Any = self.half
+        made = made if callable(held) else made * held
+        self.half = 0.5 if callable(held) else held * 0.9
+        return made
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_forward_may_hide_a_method_of_modules(microbatches: int) -> None:
+    assert_same_bits(
+        HidesAMethod,
+        batches_of(6, 3),
+        steps=4,
+        num_workers=2,
+        place=lambda net: net.second.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        plan_everywhere=True,
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_module_may_have_its_own_way_to_read_attributes(microbatches: int) -> None:
+    def change(step: int, net: nn.Module, loss_fn: Any) -> None:
+        net.half = 1.0 + step
+
+    assert_same_bits(
+        WithOwnWay,
+        batches_of(6, 3),
+        steps=4,
+        num_workers=2,
+        place=lambda net: net.second.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        before_step=change,
+        plan_everywhere=True,
+    )

@@ -102,7 +102,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def is_of_user(name: str) -> bool:
     """Whether an attribute of a module is the user's own, not PyTorch's."""
-    return name not in NOT_THE_USERS and not (name.endswith("_hooks") and name.startswith("_"))
+    return name not in NOT_THE_USERS
 
 
 def _copy(value: Any) -> Any:
