@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import Exchange, PartitionPlan, SumTerm
@@ -33,7 +32,11 @@ class Tasks:
         self.plan = plan
         self.split = frozenset(split)
         self.waits: dict[Task, list[tuple[Task, int]]] = {}
-        self._collect(Dependencies.of(plan))
+        self._collect()
+        self._collect_blocks()
+        self._collect_buffer_updates()
+        for earlier, later in _next_microbatch(plan):
+            self.waits[Opcode.FORWARD, later].append(((Opcode.FORWARD, earlier), 1))
 
     def is_in(self, microbatch: int, task: Task) -> bool:
         """Whether a microbatch has a task: its lane does it."""
@@ -46,12 +49,12 @@ class Tasks:
         block = self.plan.blocks_of(operand)
         return block is not None and microbatch in block.ends
 
-    def _collect(self, dependencies: Dependencies) -> None:
+    def _collect(self) -> None:
         waits = self.waits
-        for index, before in enumerate(dependencies.forward):
+        for index, before in enumerate(_forward(self.plan)):
             task = (Opcode.FORWARD, index)
             waits[task] = [(task, 1), *(((Opcode.FORWARD, other), 0) for other in before)]
-        for index, following in enumerate(dependencies.backward):
+        for index, following in enumerate(_backward(self.plan)):
             if following is None:
                 continue
             task = self.backward(index)
@@ -60,17 +63,13 @@ class Tasks:
             if index in self.split:
                 later = (Opcode.BACKWARD_WEIGHT, index)
                 waits[later] = [(later, 1), (task, 0)]
-        for value, segments in dependencies.accumulate.items():
+        for value, segments in _accumulate(self.plan).items():
             task = (Opcode.ACCUMULATE, value)
             makers = (self._makes_term(s, v) for s in segments for v in self.plan.members_of(value))
             waits[task] = [(task, 1), *((maker, 0) for maker in dict.fromkeys(makers))]
             in_lane_before = value - self.plan.num_values
             if in_lane_before >= 0 and self.plan.blocks_of(value) is None:
                 waits[task].append(((Opcode.ACCUMULATE, in_lane_before), 1))
-        self._collect_blocks()
-        self._collect_buffer_updates()
-        for earlier, later_one in dependencies.next_microbatch:
-            waits[Opcode.FORWARD, later_one].append(((Opcode.FORWARD, earlier), 1))
 
     def _collect_blocks(self) -> None:
         """A parameter's owner adds the blocks of all lanes in the order of their parts."""
@@ -158,33 +157,8 @@ class Tasks:
 # The order between segments' forwards and backwards, whatever that of microbatches.
 
 
-@dataclass(frozen=True)
-class Dependencies:
-    """Which segments' computations come before which, within a microbatch and between two.
-
-    Attributes:
-        forward: For each segment, those whose forward its own forward waits for.
-        backward: For each segment, those whose backward its own backward waits for; None where it
-            has no backward. Its own forward comes before it in any case.
-        accumulate: For each parameter whose gradient is summed, the segments whose backward makes
-            its terms. Its worker adds them up.
-        next_microbatch: Pairs of segments: the first one's forward must be done for a microbatch
-            before the second one's begins for the next, as both touch memory that is modified in
-            place.
-    """
-
-    forward: tuple[frozenset[int], ...]
-    backward: tuple[frozenset[int] | None, ...]
-    accumulate: dict[int, frozenset[int]]
-    next_microbatch: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, plan: PartitionPlan) -> Dependencies:
-        """The dependencies of a plan's segments."""
-        return cls(_forward(plan), _backward(plan), _accumulate(plan), _next_microbatch(plan))
-
-
 def _forward(plan: PartitionPlan) -> tuple[frozenset[int], ...]:
+    """For each segment, those whose forward its own forward waits for."""
     segment_of = plan.segmentation.segment_of
     found: list[set[int]] = []
     for io in plan.io:
@@ -204,6 +178,7 @@ def _forward(plan: PartitionPlan) -> tuple[frozenset[int], ...]:
 
 
 def _backward(plan: PartitionPlan) -> tuple[frozenset[int] | None, ...]:
+    """For each segment, those whose backward its own waits for; None where it has no backward."""
     found: list[frozenset[int] | None] = []
     for index, io in enumerate(plan.io):
         if not plan.placed.graph.has_gradients or not (io.roots or io.leaves):
@@ -228,6 +203,7 @@ def _contributing(plan: PartitionPlan, terms: Iterable[SumTerm]) -> set[int]:
 
 
 def _accumulate(plan: PartitionPlan) -> dict[int, frozenset[int]]:
+    """For each parameter whose gradient is summed, the segments whose backward makes its terms."""
     nodes = plan.placed.graph.nodes
     return {
         value: frozenset(_contributing(plan, terms))
@@ -237,6 +213,11 @@ def _accumulate(plan: PartitionPlan) -> dict[int, frozenset[int]]:
 
 
 def _next_microbatch(plan: PartitionPlan) -> tuple[tuple[int, int], ...]:
+    """Pairs of segments that touch memory which is modified in place.
+
+    The first one's forward must be done for a microbatch before the second one's begins for the
+    next.
+    """
     pairs: dict[tuple[int, int], None] = {}
     for users in _users_of_modified(plan).values():
         *others, last = users
