@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from graphsplit.capture.numbers.sizes import DynamicSizes
 from graphsplit.capture.operations.regions import ORDINARY, Region
 from graphsplit.capture.python.guards import NO_STATE, PythonState
-from graphsplit.capture.state.attributes import Key
+from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.structure import Structure
 from graphsplit.guards.changes import Change
 from graphsplit.marks.annotations import Annotation

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.state.attributes import Attributes
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call
 from graphsplit.torch_ext.function_modes import TorchCalls
@@ -61,7 +60,7 @@ def own_error(
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     calls = _LastCall(fake_mode)
-    with _everything_kept(root):
+    with _buffers_kept(root):
         try:
             with fake_mode, calls:
                 given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
@@ -156,9 +155,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _everything_kept(root: nn.Module) -> Iterator[None]:
-    """Put back what forward assigns, and the generator."""
-    attributes = Attributes(root, ())
+def _buffers_kept(root: nn.Module) -> Iterator[None]:
+    """Put back the buffers that forward replaces, and the generator."""
     held = [(buffers_of(module), dict(buffers_of(module))) for module in root.modules()]
     generator = torch.default_generator.get_state()
     try:
@@ -168,4 +166,3 @@ def _everything_kept(root: nn.Module) -> Iterator[None]:
         for buffers, before in held:
             buffers.clear()
             buffers.update(before)
-        attributes.put_back()

@@ -22,7 +22,7 @@ from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
-from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
+from graphsplit.capture.opaque.marks import marked_ones_whole
 from graphsplit.capture.opaque.padded_layers import padded_layers_whole
 from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.capture.operations.opaque_call import OpaqueCall, put_in_place
@@ -31,9 +31,8 @@ from graphsplit.capture.python.guards import PythonState, StateWatch
 from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
 from graphsplit.capture.reach.reach import holders
-from graphsplit.capture.state.attributes import Attributes, Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep
-from graphsplit.capture.state.owned_tensors import make_buffers, written_attributes
+from graphsplit.capture.state.owned_tensors import Key, make_buffers, written_attributes
 from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
     refuse_own_generators,
@@ -161,12 +160,11 @@ class _ChangesTensorsError(Exception):
 
 
 def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
-    attributes = Attributes(root, [*marked_ones(root), *whole])
     recorder = OpaqueRecorder(root)
     export.watch.begin(root, lambda: recorder.is_inside)
     network = getattr(root, "network", root)
     try:
-        with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
+        with _recording(recorder, root, whole), Signals(recorder) as signals:
             program = _exported(export, network, signals)
     except NotLiftedError as error:  # what is left is made of values: only code that runs leaves it
         if error.asked is None:
@@ -181,14 +179,12 @@ def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Re
             module = loss_fn
         raise _CannotBeTakenApartError(refusal, module) from None
     finally:
-        export.watch.put_back()  # first the containers themselves, then what they held
-        attributes.put_back()
+        export.watch.put_back()
     _remove_failed(program.graph_module)
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
     refuse_reads_of_changed(recorder.calls, export.watch.noted())
-    replaced = attributes.replaced_tensors()
-    keys = replaced or written_attributes(program, root, export.watch.noted())
+    keys = export.watch.replaced or written_attributes(program, root, export.watch.noted())
     if keys:
         raise _ChangesTensorsError(keys)
     if torch.is_grad_enabled():

@@ -10,7 +10,6 @@ found out when it is captured, taken away, and left at each step on every worker
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -170,9 +169,6 @@ def changes_of(
 def put_all_back(noted: Iterable[Noted]) -> None:
     """Let all places hold what they held first."""
     for one in reversed(list(noted)):
-        now = one.place.read()
-        if one.place.module is not None and not isinstance(now, deque) and _holds_fake(now):
-            continue  # whoever looks for tensors that are left will put it back
         put_back(one.first)
         if one.place.read() is not reference_of(one.first):
             one.place.write(reference_of(one.first))

@@ -49,7 +49,7 @@ from graphsplit.guards.classes import (
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
 from graphsplit.guards.places import Place, PlaceKind, entry
-from graphsplit.guards.values import CONTAINERS, MISSING
+from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
 from graphsplit.guards.visitor import (
     WITHOUT_VALUES,
     Noted,
@@ -57,7 +57,7 @@ from graphsplit.guards.visitor import (
     is_torchs,
     named_place,
 )
-from graphsplit.torch_ext.attributes import FORWARD_HOOKS
+from graphsplit.torch_ext.attributes import FORWARD_HOOKS, is_of_user
 from graphsplit.torch_ext.private import FakeTensor
 
 # Between a control-flow operator and the call in which the user gave it its functions.
@@ -100,6 +100,7 @@ class ReadRecorder(ValueVisitor):
         self._is_off = True
         self._is_paused = is_paused
         self._root = root
+        self._held_first: list[tuple[nn.Module, dict[str, Any]]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -114,6 +115,7 @@ class ReadRecorder(ValueVisitor):
         loss_fn = getattr(self._root, "loss_fn", None)
         self.meet(getattr(loss_fn, "_function", loss_fn), "loss_fn")
         self._classes.add(nn.Module)
+        self._held_first = [(module, dict(vars(module))) for module in self._root.modules()]
         before, collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # what finalizers and callbacks of collections read is no part of the step
         sys.settrace(self._trace)
@@ -208,6 +210,26 @@ class ReadRecorder(ValueVisitor):
         else:
             self.note(place, is_read=False)
             self.noted[place.identity].is_written = True
+
+    def note_unseen(self) -> None:
+        """Note attributes of modules that code has written past their classes."""
+        for module, before in self._held_first:
+            held = vars(module)
+            _, path, label = self.tables[id(held)]
+            for name in {**before, **held}:
+                was = before.get(name, MISSING)
+                if held.get(name, MISSING) is was or not is_of_user(name):
+                    continue
+                place = entry(held, name, f"{label}.{name}", "", path)
+                if is_torchs(module, name):  # a recurrent layer's second list of its weights
+                    place.write(was)
+                    continue
+                first = with_leaves(freeze(was), self.real_of)
+                known = self.noted.get(place.identity)
+                # One that was first read after it had been written was noted with what was new.
+                if known is None or reference_of(known.first) is not reference_of(first):
+                    new = Noted(place, first, is_read=False, is_written=True)
+                    self.noted[place.identity] = new
 
     def note_lifted(self, place: Place) -> None:
         """Note a place that holds a symbol by now."""

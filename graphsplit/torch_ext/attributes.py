@@ -36,7 +36,7 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 CALL = "_call_impl"  # what calling a module runs
 CALLS = (CALL, "_compiled_call_impl")
 NOT_SAVED = "_non_persistent_buffers_set"  # the names of buffers that no state dictionary holds
-NOT_THE_USERS = ALL_HOOKS | {*TABLES, NOT_SAVED, "training", CALL}
+_NOT_THE_USERS = ALL_HOOKS | {*TABLES, NOT_SAVED, "training", CALL}
 FLAT_WEIGHTS = "_flat_weight"  # how the attributes begin in which a recurrent layer keeps weights
 
 # Saving and loading a module's state: methods that users override, and hooks.
@@ -76,6 +76,11 @@ GROWTH = "_growth_tracker"  # in a scaler's state: steps since its scale last ch
 def is_module_call(frame: FrameType) -> bool:
     """Whether a frame is the call of a module: its ``self`` is the module."""
     return frame.f_code is nn.Module._call_impl.__code__
+
+
+def is_of_user(name: str) -> bool:
+    """Whether an attribute of a module is the user's own, not PyTorch's."""
+    return name not in _NOT_THE_USERS
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
+from pass_helpers import captured
 from simulated.compare import difference
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.capture.own_errors import own_error
+from graphsplit.capture.python.guards import StateWatch
+from graphsplit.errors import CaptureError
 
 
 class Counting(nn.Module):
@@ -38,7 +43,11 @@ def test_a_network_is_left_as_it_was():
     try:
         copy.deepcopy(network)(x)
     except RuntimeError as error:
-        found = own_error(network, network.__call__, ((x,), {}), error)
+        watch = StateWatch()
+        watch.begin(network, lambda: False)
+        with watch.watching():
+            found = own_error(network, network.__call__, ((x,), {}), error)
+        watch.put_back()
     assert found is not None
     assert found.text.startswith("RuntimeError: shape '[5, -1]' is invalid")
     assert network.calls is calls
@@ -46,3 +55,72 @@ def test_a_network_is_left_as_it_was():
     assert network.norm.num_batches_tracked is counted
     assert (calls.item(), counted.item(), seen.tolist()) == (0, 0, [0.0] * 4)
     assert difference(before["_modules"]["norm"].state_dict(), network.norm.state_dict()) is None
+
+
+class Counter(nn.Module):
+    """May be kept whole, with Python state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sizes = 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        return x * 2
+
+
+class Failing(nn.Module):
+    """Changes plain attributes in many ways, its inner one's too, and raises an error."""
+
+    asks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.count, self.inner = "one", 0, nn.Linear(4, 4)
+        self.seen, self.table, self.names = [1], {"a": [1], "b": {"c": 2}}, {"x"}
+        self.deep, self.mean = {"list": [(1, [2])]}, torch.zeros(4)
+        self.counter = Counter()
+        self.inner.scale = [2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        self.table["a"].append(2)
+        self.table["b"]["c"] = 5
+        self.names.add("y")
+        self.deep["list"][0][1].clear()
+        self.made = {"new": x.shape[0]}
+        self.inner.scale.append(3.0)
+        self.inner.last = x.shape[1]
+        for name, value in (("past", 4), ("table", {}), ("mean", x.mean(0)), ("tripled", x * 3)):
+            object.__setattr__(self, name, value)
+        vars(self)["through"] = [5]
+        self.__dict__.setdefault("under", {})["k"] = 6
+        del self.kind
+        x = self.counter(self.inner(x))
+        if self.asks:
+            return x if float(x.sum()) > 0 else x * 2
+        return x.view(5, -1).sum()
+
+
+def attributes_of(network: nn.Module) -> dict[str, tuple[int, str]]:
+    """All attributes of all modules."""
+    return {
+        f"{path}.{name}": (id(value), str(value))
+        for path, module in network.named_modules()
+        for name, value in vars(module).items()
+    }
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["a wrong shape", "a value asked for"])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["recorded", "kept whole"])
+def test_a_capture_that_fails_leaves_attributes_as_they_were(asks: bool, is_whole: bool):
+    network = Failing()
+    network.asks = asks
+    if is_whole:
+        gs.opaque(network.counter)
+    before = attributes_of(network)
+    with pytest.raises(CaptureError, match="value" if asks else "invalid for input of size 12"):
+        captured(network, torch.zeros(3, 4))
+    assert attributes_of(network) == before

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import operator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from pass_helpers import captured
 from torch import nn
 
 from graphsplit.guards.places import entry
@@ -82,3 +85,29 @@ def test_two_places_that_hold_one_list_get_the_values_that_they_had():
     values.put(kept)
     assert held == {"a": [1], "b": [2]}
     assert held["a"] is not held["b"]
+
+
+class _PastTheClass(nn.Module):
+    """Writes attributes where no hook on classes sees it; its layer keeps weights twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        object.__setattr__(self, "doubled", x * 2)
+        self.__dict__.update(tripled=x * 3)
+        object.__setattr__(self, "number", 3)
+        assert vars(self)["number"] == 3
+        found: torch.Tensor = self.layer(x)[0].sum()
+        return found
+
+
+def test_what_is_written_past_the_class_is_put_back_and_plain_values_are_left_by_each_step():
+    network = _PastTheClass()
+    before, flat = set(vars(network)), network.layer._flat_weights
+    graph = captured(network, torch.zeros(2, 3, 4))
+    assert set(vars(network)) == before
+    assert network.layer._flat_weights is flat
+    assert all(map(operator.is_, flat, network.layer.parameters()))
+    assert [str(change) for change in graph.state.changes] == ["net.number from (nothing) to 3"]

@@ -8,13 +8,12 @@ from dataclasses import replace
 from torch import nn
 
 from graphsplit.capture.python.guards import PythonState
-from graphsplit.capture.state.attributes import is_of_user
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.guards.changes import Change
 from graphsplit.guards.check import Guards
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import any_leaf, freeze, is_plain
-from graphsplit.torch_ext.attributes import BUFFERS
+from graphsplit.torch_ext.attributes import BUFFERS, is_of_user
 from graphsplit.torch_ext.steering import let_steer
 
 

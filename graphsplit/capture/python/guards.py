@@ -19,6 +19,7 @@ from graphsplit.capture.python import identities
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
+from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
 from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.frames import users_line_now
@@ -76,6 +77,10 @@ class StateWatch:
 
     Args:
         lift: Places whose numbers are to be lifted.
+
+    Attributes:
+        asked: The buffers that steer Python code and of which something was asked.
+        replaced: Attributes of modules with a tensor in whose place another one is left.
     """
 
     def __init__(self, lift: Sequence[Place] = ()) -> None:
@@ -86,6 +91,7 @@ class StateWatch:
         self.asked: set[tuple[int, str]] = set()
         self._recorder: ReadRecorder | None = None
         self._changes: tuple[Change, ...] = ()
+        self.replaced: list[Key] = []
         self._lifted = Lifted()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._parameters: dict[int, dict[str, Any]] = {}
@@ -186,6 +192,8 @@ class StateWatch:
                 raise
             finally:
                 try:
+                    recorder.note_unseen()
+                    self.replaced = _replaced(recorder.noted.values())
                     left = changes_of(recorder.noted, computed)
                     reforms = self._kept.changes(label_of_path)
                     self._changes = (*left, *marks.changes(), *reforms)
@@ -290,6 +298,17 @@ class StateWatch:
                     f"  Fix: change the parameter in place under torch.no_grad(), or replace it "
                     f"between two steps."
                 )
+
+
+def _replaced(noted: Iterable[Noted]) -> list[Key]:
+    """Attributes of modules that hold a tensor without values where a tensor was."""
+    return [
+        (one.place.module, one.place.key)
+        for one in noted
+        if one.place.module is not None
+        and isinstance(one.first, torch.Tensor)
+        and isinstance(one.place.read(), FakeTensor)
+    ]
 
 
 def label_of_path(path: str) -> str:

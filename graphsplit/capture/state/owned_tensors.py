@@ -21,7 +21,6 @@ from torch import nn
 from torch.fx import Node
 
 from graphsplit.capture.operations.effects import alias_roots, written_operands
-from graphsplit.capture.state.attributes import Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
@@ -30,6 +29,8 @@ from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_o
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+Key = tuple[str, str]  # (path of a module, name of its attribute)
 
 
 def make_buffers(modules: Mapping[str, nn.Module], keys: Collection[Key]) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from graphsplit.capture.opaque.marks import marked_ones
-from graphsplit.capture.state.attributes import is_of_user
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
+from graphsplit.torch_ext.attributes import is_of_user
 
 _MISSING = object()
 
