@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
+from graphsplit.guards.changes import Change, Computed
+from graphsplit.guards.places import PlaceKind
+from graphsplit.guards.values import is_plain
 from graphsplit.marks.annotations import Annotation
 from graphsplit.tensor_meta import CPU
+
+_OF_TENSORS = (PlaceKind.MARK, PlaceKind.BUFFER, PlaceKind.NUMBER)
 
 
 def refuse_unreplicable(
     graph: CapturedGraph,
     replicas: Mapping[str, Annotation],
     num_microbatches: int,
+    start: int = 0,
 ) -> None:
     """Refuse a graph whose microbatches cannot be shared among replicas with the same bits.
 
@@ -23,6 +29,7 @@ def refuse_unreplicable(
         graph: The graph.
         replicas: All that is placed on several workers, in words.
         num_microbatches: Into how many microbatches the Model splits a batch.
+        start: The number of the first microbatch that the graph is for.
 
     Raises:
         PlacementError: It cannot; names each reason, and the lines that place replicas.
@@ -40,7 +47,7 @@ def refuse_unreplicable(
         for what, a in replicas.items()
         if not all(a.blocks(num_microbatches))
     ]
-    problems = list(_problems_of(graph))
+    problems = [*_problems_of(graph), *_left_again(graph.changes, start)]
     if problems or too_few:
         lines = "\n  ".join((*too_few, *problems))
         more = "" if problems else "raise microbatches, or "  # it mends nothing else
@@ -58,12 +65,26 @@ def is_evaluated_apart(graph: CapturedGraph) -> bool:
     nodes = graph.nodes
     draws = any(node.is_random for node in nodes)
     is_state_out = any(o.node is not None and nodes[o.node].is_state for o in graph.outputs)
-    return not (draws or is_state_out or any(_problems_of(graph)))
+    return not (draws or is_state_out or graph.changes or any(_problems_of(graph)))
 
 
 def _sources(replicas: Mapping[str, Annotation]) -> str:
     """The lines that place replicas."""
     return "\n  ".join(dict.fromkeys(a.source for a in replicas.values()))
+
+
+def _left_again(changes: Iterable[Change], start: int) -> Iterator[str]:
+    """The values that forward leaves in Python, and that replicas would have to take turns for.
+
+    Every worker leaves plain values by itself. The first microbatch may leave what the others find,
+    for it runs before them; were each to find what the one before left, none could run beside it.
+    """
+    for change in changes:
+        is_kept = change.place.kind not in _OF_TENSORS and (
+            isinstance(change.new, Computed) or is_plain(change.new)
+        )
+        if not is_kept or (change.is_read and start):
+            yield f"forward leaves {change.told()}, one microbatch after the other"
 
 
 def _problems_of(graph: CapturedGraph) -> Iterator[str]:
@@ -79,8 +100,6 @@ def _problems_of(graph: CapturedGraph) -> Iterator[str]:
             f"until forward has run: more than its own updates read it, or it is inside a "
             f"checkpoint or autocast"
         )
-    for change in graph.changes:
-        yield f"forward leaves {change.told()}, one microbatch after the other"
     if graph.draws_from_process:
         yield "forward draws from Python's or NumPy's generator, which runs through microbatches"
     for fx_node in graph.fx_nodes.values():

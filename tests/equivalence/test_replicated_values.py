@@ -1,0 +1,78 @@
+"""Python values that forward leaves, where replicas share the microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of
+from replica_helpers import Net, planned, same_over_two, whole
+from simulated.simulate import Captures
+
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import PlacementError
+
+
+class Once(Net):
+    """As in transformers: the first call installs something, and a flag says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "is_ready", False):
+            self.widths = [x.shape[1]]
+            self.is_ready = True
+        return super().forward(x)
+
+
+class Told(Net):
+    """Leaves at each call what no call reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows, self.shapes = x.shape[0], {"x": [*x.shape]}
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("make", [Once, Told])
+def test_what_every_worker_leaves_by_itself(make: Any, order: str) -> None:
+    cluster = same_over_two(
+        make,
+        batches_of(8, 6, 6, num=2),
+        steps=3,
+        microbatches=4,
+        gradient_order=order,
+        captures=Captures(),
+    )
+    plan = cluster.latest(Mode.TRAIN)
+    assert plan is not None and len(plan.plan.lanes) == 2  # at once, not in turns
+    left = [vars(worker.task.network) for worker in cluster.workers]
+    if make is Once:
+        assert all(net["is_ready"] is True and net["widths"] == [6] for net in left)
+    else:
+        found = [(net["rows"], net["shapes"]) for net in left]
+        assert found == [(8, {"x": [8, 6, 6]})] * 2  # it was evaluated last
+
+
+class Counts(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * self.calls
+
+
+class Thaws(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head.weight.requires_grad_(True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(Counts, r"leaves net\.calls: .*, one"), (Thaws, r"leaves .*head\.weight.*: True, one")],
+)
+def test_what_each_microbatch_finds_of_the_one_before_is_refused(make: Any, why: str) -> None:
+    with pytest.raises(PlacementError, match=why):
+        planned(whole(0, 1), make)
