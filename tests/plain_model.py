@@ -50,7 +50,8 @@ class PlainModel:
         with torch.no_grad():
             outputs = self.network(*args)
         for module, mode in modes.items():
-            module.training = mode
+            if module.training is not mode:
+                module.train(mode)
         return outputs
 
     def state_dict(self) -> Any:

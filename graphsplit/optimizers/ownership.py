@@ -32,17 +32,21 @@ from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
 from graphsplit.torch_ext.data_attribute import is_lending, is_lent_written_to, lend_data
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.stand_ins import (
+    APART,
     DRAWS,
     GET_DATA,
     GET_GRADIENT,
+    HISTORY,
     OF_EACH,
     SET_DATA,
     WRITES,
     StandIn,
     computes,
     counts_with,
+    has_history,
     home_of,
     in_form,
+    is_known,
     is_view,
     looks_at_form,
     take_back,
@@ -51,6 +55,7 @@ from graphsplit.torch_ext.stand_ins import (
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
 _VIEWED = "_graphsplit_viewed"  # of a view: the stand-in of which it is one
+_APART = "_graphsplit_apart"  # of a view of which autograd knows nothing
 LEFT_OUT = "_graphsplit_left_out"  # likewise: the number of the latest write that was left out
 _WRITING = {function.__name__ for function in WRITES} - {"copy_"}
 num_writes = attrgetter(NUM_WRITES)
@@ -100,7 +105,10 @@ class Elsewhere(StandIn):
             # A state that was read from a file is loaded by the Model: each takes what it owns.
             is_told = caller is not _LOADING or isinstance(args[1], Elsewhere)
             if func in WRITES and is_told:
+                with_history = _writes_history(written, (args[1:], kwargs))
                 _move(written, (args[1:], kwargs))
+                if with_history and isinstance(written, Elsewhere):
+                    setattr(written, HISTORY, True)
             if isinstance(written, Elsewhere) and is_told:
                 if func in DRAWS:  # as its owner does
                     with torch.no_grad():
@@ -148,7 +156,10 @@ class Elsewhere(StandIn):
             form = func(form, *arguments, **options)
         elif hasattr(home, _MOVED):  # writes to it do not count
             getattr(home, _MOVED).num_writes = None
-        return _stand_in(form, name, owner, of=home)
+        made = _stand_in(form, name, owner, of=home, with_history=has_history(func, [self]))
+        if func in APART or hasattr(self, _APART):
+            setattr(made, _APART, True)
+        return made
 
     def need_value(self, asked: str) -> None:
         """Refuse.
@@ -203,11 +214,18 @@ class Elsewhere(StandIn):
 
 
 def _stand_in(
-    form: torch.Tensor, name: str, owner: int, of: torch.Tensor | None = None
+    form: torch.Tensor,
+    name: str,
+    owner: int,
+    of: torch.Tensor | None = None,
+    *,
+    with_history: bool = False,
 ) -> Elsewhere:
     """A stand-in for a view of a tensor, or for a value of its own, in the form of another one."""
     with DisableTorchFunctionSubclass():
         made: Any = without_value(torch.empty((), dtype=form.dtype)).expand(form.shape)
+    if with_history:
+        setattr(made, HISTORY, True)
     setattr(made, _WHOSE, (name, owner, form.stride()))
     made.__class__ = Elsewhere
     setattr(made, _VIEWED, made if of is None else of)
@@ -243,6 +261,25 @@ def _move(written: Any, operands: Any) -> None:
     if written is not home:
         free(written, name=name, owner=owner)
         setattr(written, _VIEWED, home)
+
+
+def _writes_history(written: Any, operands: Any) -> bool:
+    """Whether what is written has a history; only what autograd knows nothing of may get one.
+
+    ``w.data += b @ a`` gives ``w`` none. A buffer would have one on its worker alone.
+
+    Raises:
+        OwnershipError: It is written to anything else.
+    """
+    given = [v for v in pytree.tree_leaves(operands) if isinstance(v, Elsewhere)]
+    if not any(map(is_known, given)):
+        return False
+    is_apart = hasattr(written, _APART) or (
+        type(written) is torch.Tensor and written._base is None and home_of(written) is not written
+    )
+    if not is_apart:
+        given[0].need_value("a write with gradients switched on")
+    return True
 
 
 def _write_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -285,7 +322,9 @@ def _computed_elsewhere(
             (tuple(args), dict(kwargs)),
         )
         form = func(*formed, **options)
-    return _stand_in(form, f"what {func.__name__} makes of {getattr(given[0], _WHOSE)[0]}", *whose)
+    name = f"what {func.__name__} makes of {getattr(given[0], _WHOSE)[0]}"
+    known = has_history(func, pytree.tree_leaves((args, kwargs)))
+    return _stand_in(form, name, *whose, with_history=known)
 
 
 def _with(kwargs: Any, name: str, value: Any) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def ensure_training(network: nn.Module) -> None:
 
 @contextmanager
 def as_in(mode: Mode, network: nn.Module) -> Iterator[None]:
-    """Let modules have the modes inside that a step of a mode would find; then those they had."""
+    """Let modules have the modes inside that a step of a mode would find; then those they had.
+
+    By their own ``train``, which may do more: LoRA's takes out of the weight what ``eval`` added.
+    """
     modes = [(module, module.training) for module in network.modules()]
     try:
         if mode is Mode.TRAIN:
@@ -55,7 +58,9 @@ def as_in(mode: Mode, network: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, is_training in modes:
-            module.training = is_training
+            if module.training is not is_training:
+                module.train(is_training)
+                module.training = is_training
 
 
 evaluating = partial(as_in, Mode.EVAL)

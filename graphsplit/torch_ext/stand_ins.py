@@ -92,6 +92,9 @@ VIEWS = _methods(
     "__getitem__ detach expand movedim narrow permute select squeeze t transpose unsqueeze view "
     "view_as"
 )
+HISTORY = "_graphsplit_history"  # of a stand-in: autograd knows how it was made
+# Views of which autograd knows nothing: what is written to one gives the tensor no history.
+APART = (GET_DATA, torch.Tensor.detach)
 _OF_NUMBERS = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
@@ -249,19 +252,33 @@ def in_form(tensor: torch.Tensor, *, device: Any = None) -> torch.Tensor:
 
 
 def computes(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a call computes with ordinary tensors, stand-ins and numbers, without history.
-
-    A copy is taken for one without: what is written to a tensor with it must have none.
-    """
+    """Whether a call computes with nothing but ordinary tensors, stand-ins and numbers."""
     given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     return (
         func in COMPUTING
         and "out" not in (kwargs or {})
         and all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
-        and (
-            func in _COPYING
-            or not (torch.is_grad_enabled() and any(v.requires_grad for v in given))
-        )
+    )
+
+
+def has_history(func: Any, given: Sequence[Any]) -> bool:
+    """Whether autograd knows what a call makes of tensors.
+
+    A copy is taken for one without: averages begin with copies.
+    """
+    return func not in (*_COPYING, *APART) and any(map(is_known, given))
+
+
+def is_known(value: Any) -> bool:
+    """Whether autograd would know what is made of a value here and now.
+
+    Stand-ins that are no parameters have a mark in place of ``requires_grad``, for which torch
+    would refuse them as numbers in words of its own.
+    """
+    return (
+        torch.is_grad_enabled()
+        and isinstance(value, torch.Tensor)
+        and (value.requires_grad or hasattr(value, HISTORY))
     )
 
 
