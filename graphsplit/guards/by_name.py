@@ -40,8 +40,8 @@ class AskedByName:
                 held[name] = self.others.get(name) or self._watched(name, held)
                 self._put.append((held, name, held[name]))
 
-    def has_put(self, held: dict[str, Any], name: str) -> bool:
-        """Whether what stands under a name is one of them."""
+    def has_put(self, held: Any, name: Any) -> bool:
+        """Whether what stands under a name among these globals is one of them."""
         return any(one is held and its == name for one, its, _ in self._put)
 
     def remove(self) -> None:

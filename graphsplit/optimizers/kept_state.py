@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def kept_state(
     """Every value that can be reached from some objects, by the way to it.
 
     Attributes, items of containers, cells and defaults of functions, and the globals that they
-    name. Nearest first, until ``limit`` places were seen. A long list of numbers is one place.
+    name; of graphsplit's own objects what the script sees. Nearest first, until ``limit`` places
+    were seen. A long list of numbers is one place.
 
     Args:
         roots: Where to begin, by name.
@@ -95,7 +96,7 @@ def digest(data: Any) -> str:
 def _parts(value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
     """The values that a value holds, each with the step that leads to it."""
     if isinstance(value, Mapping):
-        for key, entry in value.items():
+        for key, entry in _items(value):
             yield _step_to(key, names), entry
     elif isinstance(value, (list, tuple, deque)):
         yield from ((f"[{index}]", entry) for index, entry in enumerate(value))
@@ -116,6 +117,13 @@ def _parts(value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", entry) for name, entry in _attributes(value))
 
 
+def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries of a mapping; in ``items`` a library may import hundreds of modules."""
+    if isinstance(value, dict):
+        return dict.items(value)
+    return value.items() if _is_without_state(type(value).__module__) else ()
+
+
 def _step_to(key: Any, names: Mapping[int, str]) -> str:
     """The step to an entry; what belongs to a tensor of the network leads over its name."""
     by_id = isinstance(key, int) and key in names
@@ -125,6 +133,10 @@ def _step_to(key: Any, names: Mapping[int, str]) -> str:
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and _is_own(value):
+        seen = {n: one for n, one in attributes.items() if not n.startswith("_")}
+        yield from ((name, one) for name, one in seen.items() if not _is_own(one))
+        return
     if isinstance(attributes, dict):
         yield from attributes.items()
     for kind in type(value).__mro__:
@@ -155,6 +167,11 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether an object is one of graphsplit's, behind which there are the job and its plans."""
+    return (type(value).__module__ or "").partition(".")[0] == "graphsplit"
 
 
 def _is_without_state(module: str | None) -> bool:

@@ -336,6 +336,28 @@ def test_a_global_that_was_read_before_a_checkpoint_is_read_in_it_too(
         )
 
 
+def asked_by_name(h: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    return h * getattr(layer, "factor") if hasattr(layer, "factor") else h  # noqa: B009
+
+
+def test_code_in_a_checkpoint_may_be_the_first_that_asks_by_names() -> None:
+    """As attention in transformers, under gradient_checkpointing=True."""
+
+    class AsksInCheckpoint(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+            self.layer.factor = 2.0  # type: ignore[assignment]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = checkpoint(
+                asked_by_name, self.layer(x), self.layer, use_reentrant=False
+            )
+            return made
+
+    assert_same_bits(AsksInCheckpoint, batches_of(4, 3), num_workers=1, loss_fn=rows_against_target)
+
+
 class CountingInCheckpoint(nn.Module):
     """A counter that a checkpoint's code changes, or reads before forward changes it."""
 

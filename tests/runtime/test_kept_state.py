@@ -6,7 +6,7 @@ import functools
 import random
 import weakref
 from collections import deque
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,3 +89,29 @@ def test_circles_and_weak_references_end() -> None:
 def test_it_ends_at_the_limit() -> None:
     found = kept_state({"root": [[i] for i in range(1000)]}, {}, limit=10)
     assert len(found) == 10
+
+
+class Lazy(dict[str, Any]):
+    """As the tables of transformers: who asks for all of it imports every model."""
+
+    def items(self) -> Any:
+        raise AssertionError
+
+
+def test_no_code_of_a_mapping_runs() -> None:
+    found = kept_state({"root": Lazy(a=1), "view": MappingProxyType({"b": 2})}, {})
+    assert (found["root", "['a']"], found["view", "['b']"]) == ("int 1", "int 2")
+
+
+class Held:
+    """One of graphsplit's own objects, on which a script has set something."""
+
+    __module__ = "graphsplit.somewhere"
+
+    def __init__(self) -> None:
+        self._plans, self.job, self.counted = [1], self, [2]
+
+
+def test_of_graphsplits_own_objects_only_what_a_script_sets_is_seen() -> None:
+    found = kept_state({"root": Held()}, {})
+    assert list(map("".join, found)) == ["root", "root.counted", "root.counted[0]"]
