@@ -24,10 +24,11 @@ from __future__ import annotations
 import hmac
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from graphsplit.transport.credit import (
 from graphsplit.transport.frame import MESSAGE, Frame
 from graphsplit.transport.layout import copy_bytes
 from graphsplit.transport.torch.device import DeviceWire
+from graphsplit.transport.torch.payloads import Payloads
 from graphsplit.transport.torch.turns import Turns
 from graphsplit.transport.torch.wire import (
     ABORT_TAG,
@@ -160,7 +162,9 @@ class TorchLink:
     def __init__(self, peer: int, connect: Callable[[Callable[[], None]], PairGroup]) -> None:
         self.peer = peer
         self.writer = Writer()
-        self._turns = Turns(self._read, self.abort, self._ping)
+        name = f"graphsplit-torch-{peer}"
+        self._payloads = Payloads(f"{name}-payloads", self._end)
+        self._turns = Turns(self._read, self.abort, self._ping, self._payloads.are_under_way)
         self.outgoing = _Outgoing(peer, self.writer, self._turns)
         self.incoming = _Incoming(peer, self.writer, self._turns)
         self._connect = connect
@@ -173,7 +177,6 @@ class TorchLink:
         self._peer_left = False
         self._is_pinged = False
         self._peer_has_read = threading.Event()
-        name = f"graphsplit-torch-{peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -232,6 +235,7 @@ class TorchLink:
         self.remove_plan(None)
         self.abort()
         self._thread.join(FLUSH_S)
+        self._payloads.stop(FLUSH_S)
         self.writer.stop()
         self._group = None
 
@@ -336,8 +340,7 @@ class TorchLink:
         elif record.kind is RecordKind.WANT:
             self.incoming.wanted(record.plan, record.edge)
         elif record.kind is RecordKind.BYE:
-            self._peer_left = True
-            self.writer.put(WireRecord(RecordKind.READ))
+            self._payloads.after((), self._post_piece, self._answer_goodbye)
         elif record.kind is RecordKind.READ:
             self._peer_has_read.set()
         elif record.kind is RecordKind.PING:
@@ -348,6 +351,10 @@ class TorchLink:
             raise FrameError(f"worker {self.peer} said twice who it is")
         else:
             self._take_value(group, record, address)
+
+    def _answer_goodbye(self) -> None:
+        self._peer_left = True
+        self.writer.put(WireRecord(RecordKind.READ))
 
     def _take_value(self, group: PairGroup, record: WireRecord, address: int) -> None:
         receiver = self.incoming.find(record.plan, record.edge)
@@ -360,7 +367,8 @@ class TorchLink:
                 f"worker {self.peer} announced {record.payload_bytes} bytes of payload; "
                 f"expected {frame.payload_bytes}"
             )
-        receiver.file(self._message(group, receiver, frame, record, address))
+        message, pieces = self._message(group, receiver, frame, record, address)
+        self._payloads.after(pieces, self._post_piece, partial(receiver.file, message))
 
     def _drop(self, group: PairGroup, record: WireRecord) -> None:
         """Receive what was under way when its plan was closed, and forget it."""
@@ -368,7 +376,7 @@ class TorchLink:
             return
         scratch = self.incoming.scratch(record.payload_bytes)
         if record.kind is RecordKind.LARGE:
-            self._receive(group, scratch)
+            self._payloads.after(_pieces(scratch), self._post_piece, scratch.numel)  # and hold it
         elif group.device is not None:
             group.device.drop(scratch)
 
@@ -379,27 +387,25 @@ class TorchLink:
         frame: Frame,
         record: WireRecord,
         address: int,
-    ) -> Arrived:
-        """Receive the payload of a checked header."""
+    ) -> tuple[Arrived, Sequence[torch.Tensor]]:
+        """The message of a checked header, and the memory that is still to be received."""
         is_on_device = frame.device != "cpu" and frame.payload_bytes > 0
         if is_on_device != (record.kind is RecordKind.DEVICE):
             raise FrameError(f"worker {self.peer} sent to host memory what is on a device")
         if group.device is not None and is_on_device:
-            return group.device.receive(record.header, frame)
+            return group.device.receive(record.header, frame), ()
         memory = self.incoming.memory_for(receiver, frame)
-        if memory is not None and record.kind is RecordKind.SMALL:
-            copy_bytes(memory.data_ptr(), address, frame.payload_bytes)
-        elif memory is not None:
-            self._receive(group, octets(memory, frame.payload_bytes))
-        return Arrived(MESSAGE.unpack_from(record.header), frame, memory)
+        message = Arrived(MESSAGE.unpack_from(record.header), frame, memory)
+        if memory is None or record.kind is RecordKind.LARGE:
+            return message, () if memory is None else _pieces(octets(memory, frame.payload_bytes))
+        copy_bytes(memory.data_ptr(), address, frame.payload_bytes)
+        return message, ()
 
-    def _receive(self, group: PairGroup, memory: torch.Tensor) -> None:
-        works = [
-            group.gloo.recv([memory[at : at + PIECE_BYTES]], group.peer, PAYLOAD_TAG)
-            for at in range(0, memory.numel(), PIECE_BYTES)
-        ]
-        for work in reversed(works):  # they come in order: the last one is the one to wait for
-            work.wait(FOREVER)
+    def _post_piece(self, piece: torch.Tensor) -> Any:
+        group = self._group
+        if group is None:
+            raise TransportError("closed its end")
+        return group.gloo.recv([piece], group.peer, PAYLOAD_TAG)
 
     def _end(self, raised: Exception) -> None:
         if self._peer_left or self._is_closing:
@@ -423,3 +429,7 @@ def _reason(error: Exception) -> str:
     """Gloo's words, without the path of its sources."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"the link broke: {first.rpartition('] ')[2] or first}"
+
+
+def _pieces(memory: torch.Tensor) -> list[torch.Tensor]:
+    return [memory[at : at + PIECE_BYTES] for at in range(0, memory.numel(), PIECE_BYTES)]
