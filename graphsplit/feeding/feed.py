@@ -195,7 +195,8 @@ class Feed:
             division = None if self._is_stopped() else self._draw_from(cursor)
             process = watch.look()
             state = torch.default_generator.get_state()
-            news = None if is_known and torch.equal(state, self._known) else state
+            is_same_state = is_known and torch.equal(state, self._known)
+            news = b"" if is_same_state else state.numpy().tobytes()
             previous = self._checksum or 0
             if division is None:
                 self._end_leading(news, process, previous, memory)
@@ -211,16 +212,16 @@ class Feed:
                 quiet: Container[int] = ()
             else:
                 quiet = planned.first.woken_by_values
-            self._tickets.send(
+            ticket = Ticket(
                 shape,
+                previous_checksum=previous,
                 generator=news,
                 process=process,
-                quiet=quiet,
-                previous_checksum=previous,
                 python=python,
                 turns=self._rows.turns,
                 drawn=position_of(self._known),
             )
+            self._tickets.send(ticket, quiet=quiet)
             planned, looked = self._planned(shape), looks
             waiting = self._not_reading(planned)
             division = self._rows.enough(division, planned, is_sent=bool(waiting))
@@ -233,20 +234,21 @@ class Feed:
             self._pass(shape)
 
     def _end_leading(
-        self, generator: torch.Tensor | None, process: ProcessStates, checksum: int, before: Any
+        self, generator: bytes, process: ProcessStates, checksum: int, before: Any
     ) -> None:
         """Tell that the epoch is over, and what the loader remembers of it."""
         now = loader_memory(self._loader)
         has_changed = not is_same(before, now)
-        self._tickets.send(
+        ticket = Ticket(
             None,
+            previous_checksum=checksum,
             generator=generator,
             process=process,
-            previous_checksum=checksum,
             loader_changed=has_changed,
             python=self._left.told(None if self._is_stopped() else self._first),
             drawn=position_of(self._known),
         )
+        self._tickets.send(ticket)
         if has_changed:
             self._share_memory(since(before, now))
         self._note_readers()

@@ -14,7 +14,7 @@ from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.feed import Feed, likely_first_reader
 from graphsplit.feeding.own_rows import OwnRows
-from graphsplit.feeding.tickets import Tickets, other_generator, position_of
+from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
@@ -177,9 +177,7 @@ class Leading:
             # As in an epoch: who waits for a value anyway is woken by it.
             quiet = expected.woken_by_values if expected is not None and is_same else ()
             drawn = position_of(torch.default_generator.get_state())
-            self._tickets.send(
-                batch, generator=None, checksum=checksum, quiet=quiet, python=python, drawn=drawn
-            )
+            self._tickets.send(Ticket(batch, checksum, python=python, drawn=drawn), quiet=quiet)
             return
         if expected is not None:
             expected.runner.expect_first_value()

@@ -87,7 +87,6 @@ class Ticket(NamedTuple):
     """The announcement of a batch.
 
     Attributes:
-        step: Which one it is.
         shape: What the batch and its microbatches look like; None at the end of the epoch.
         checksum: Of the batch, where all workers hold it; else 0.
         previous_checksum: Of the batch before, where readers drew it from their loaders; else 0.
@@ -98,9 +97,9 @@ class Ticket(NamedTuple):
         turns: At which batches of the epoch replicas begin to read their own rows, or to read whole
             batches again; see ``OwnRows``.
         drawn: Where PyTorch's generator stood before the batch was drawn; see ``position_of``.
+        step: Which one it is, numbered by ``Tickets.send``.
     """
 
-    step: int
     shape: BatchDescription | None
     checksum: int = 0
     previous_checksum: int = 0
@@ -110,6 +109,7 @@ class Ticket(NamedTuple):
     python: PythonStep = NOTHING_READ
     turns: tuple[int, ...] = ()
     drawn: int = 0
+    step: int = 0
 
 
 class Tickets:
@@ -125,40 +125,20 @@ class Tickets:
         # Always the same memory: a channel is quicker with values that are laid out alike.
         self._ticket = torch.empty(0, dtype=torch.uint8)
 
-    def send(
-        self,
-        shape: BatchDescription | None,
-        *,
-        generator: torch.Tensor | None,
-        process: ProcessStates = NOTHING_DRAWN,
-        loader_changed: bool = False,
-        quiet: Container[int] = (),
-        checksum: int = 0,
-        previous_checksum: int = 0,
-        python: PythonStep = NOTHING_READ,
-        turns: tuple[int, ...] = (),
-        drawn: int = 0,
-    ) -> None:
-        """Announce the next batch; None announces the end of the epoch.
+    def send(self, ticket: Ticket, *, quiet: Container[int] = ()) -> None:
+        """Announce the next batch, or the end of the epoch.
 
         Args:
-            shape: What the batch and its microbatches look like.
-            generator: State of the generator, where drawing the batch changed it.
-            process: States of Python's and NumPy's generators, likewise.
-            loader_changed: Whether what the loader remembers follows, at the end of an epoch.
+            ticket: What to tell.
             quiet: Workers that need not be woken for the ticket.
-            checksum: Of the batch, where all workers hold it.
-            previous_checksum: Of the batch before, where readers drew it from their loaders.
-            python: The Python values behind the step.
-            turns: See ``Ticket``.
-            drawn: See ``Ticket``.
 
         Raises:
             FrameError: The batch has too many parts to describe them in 128 KiB.
         """
         self._step += 1
+        shape, python, turns = ticket.shape, ticket.python, ticket.turns
         is_last = shape is not None and self._job.member.state.stops_soon
-        brings_news = generator is not None or process != NOTHING_DRAWN or is_last
+        brings_news = bool(ticket.generator) or ticket.process != NOTHING_DRAWN or is_last
         brings_news |= turns != self._turns
         brings_news |= (
             bool(python.changed or python.written) or shape is None or shape != self._shape
@@ -167,15 +147,15 @@ class Tickets:
         if brings_news:
             news = News(
                 is_last=is_last,
-                generator=b"" if generator is None else generator.numpy().tobytes(),
-                process=process,
-                loader_changed=loader_changed,
+                generator=ticket.generator,
+                process=ticket.process,
+                loader_changed=ticket.loader_changed,
                 changed=python.changed,
                 written=python.written,
                 turns=turns,
                 **({} if shape is None else self._described(shape)),
             )
-        numbers = checksum, previous_checksum, python.recording, drawn
+        numbers = ticket.checksum, ticket.previous_checksum, python.recording, ticket.drawn
         floats = python.lifted, python.settings
         data = ticket_of(self._step, news, *numbers, lifted=floats[0], settings=floats[1])
         self._shape, self._turns = shape, turns
@@ -252,7 +232,6 @@ class Tickets:
         else:
             news, shape, turns = _NO_NEWS, self._shape, self._turns
         return Ticket(
-            step,
             shape,
             checksum,
             previous,
@@ -264,6 +243,7 @@ class Tickets:
             ),
             turns,
             drawn,
+            step,
         )
 
     def _learned(self, news: News, leader: int) -> BatchDescription | None:

@@ -72,7 +72,7 @@ def test_followers_learn_signatures_once_and_weights_every_time() -> None:
     leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
     sizes = []
     for rows in (10, 8, 10, 10):
-        leader.send(shape(rows), generator=None)
+        leader.send(Ticket(shape(rows)))
         sizes.append(len(wire.messages[0]))
         assert follower.receive(0).shape == shape(rows)
     assert sizes[2] == sizes[3] < sizes[0]
@@ -81,24 +81,23 @@ def test_followers_learn_signatures_once_and_weights_every_time() -> None:
 def test_a_batch_like_the_one_before_is_announced_without_a_word_about_its_looks() -> None:
     wire = Wire()
     leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
-    leader.send(shape(10), generator=None)
+    leader.send(Ticket(shape(10)))
     first = follower.receive(0)
-    leader.send(shape(10), generator=None, checksum=7, previous_checksum=8)
+    leader.send(Ticket(shape(10), checksum=7, previous_checksum=8))
     assert len(wire.messages[0].rstrip(b"\0")) < 40
-    assert follower.receive(0) == Ticket(1, first.shape, checksum=7, previous_checksum=8)
+    assert follower.receive(0) == Ticket(first.shape, checksum=7, previous_checksum=8, step=1)
 
 
 def test_what_is_news_is_told_although_the_batch_looks_like_the_one_before() -> None:
     wire = Wire()
     leading = job(wire, 0)
     leader, follower = Tickets(leading), Tickets(job(wire, 1))
-    state = torch.default_generator.get_state()
-    for generator in (None, state, None):
-        leader.send(shape(10), generator=generator)
-        told = follower.receive(0)
-        assert told.generator == (b"" if generator is None else state.numpy().tobytes())
+    state = torch.default_generator.get_state().numpy().tobytes()
+    for generator in (b"", state, b""):
+        leader.send(Ticket(shape(10), generator=generator))
+        assert follower.receive(0).generator == generator
     leading.member.state.stops_soon = True
-    leader.send(shape(10), generator=None)
+    leader.send(Ticket(shape(10)))
     assert follower.receive(0).shape == shape(10)
 
 
@@ -107,7 +106,7 @@ def test_pythons_and_numpys_generators_are_told_where_they_were_drawn_from() -> 
     leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
     state = ProcessStates.now()
     for told in (NOTHING_DRAWN, ProcessStates(python=state.python), state, NOTHING_DRAWN):
-        leader.send(shape(10), generator=None, process=told)
+        leader.send(Ticket(shape(10), process=told))
         assert follower.receive(0).process == told
 
 
@@ -115,7 +114,7 @@ def test_the_end_of_an_epoch_tells_whether_the_loader_remembers_it() -> None:
     wire = Wire()
     leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
     for has_changed in (True, False):
-        leader.send(None, generator=None, loader_changed=has_changed)
+        leader.send(Ticket(None, loader_changed=has_changed))
         assert follower.receive(0).loader_changed is has_changed
 
 
@@ -123,7 +122,7 @@ def test_the_batch_before_must_be_known_where_one_like_it_is_announced() -> None
     wire = Wire()
     leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
     for _ in range(2):
-        leader.send(shape(10), generator=None)
+        leader.send(Ticket(shape(10)))
     wire.messages.pop(0)
     with pytest.raises(FrameError, match="like the one before, but there was none"):
         follower.receive(0)
@@ -133,7 +132,7 @@ def test_an_announcement_of_another_step_is_not_believed() -> None:
     wire = Wire()
     leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
     for _ in range(3):
-        leader.send(shape(10), generator=None)
+        leader.send(Ticket(shape(10)))
     follower.receive(0)
     wire.messages.pop(0)
     with pytest.raises(FrameError, match="worker 0 announces batch 2; expected 1"):
@@ -165,21 +164,21 @@ def test_all_stop_at_the_step_whose_ticket_says_so() -> None:
     wire = Wire()
     leading, following = job(wire, 0), job(wire, 1)
     leader, follower = Tickets(leading), Tickets(following)
-    leader.send(shape(10), generator=None)
+    leader.send(Ticket(shape(10)))
     leading.member.state.stops_soon = True
     follower.receive(0)
     assert not (leading.is_stopping or following.is_stopping)
-    leader.send(None, generator=None)  # the end of an epoch is no step
+    leader.send(Ticket(None))  # the end of an epoch is no step
     follower.receive(0)
     assert not (leading.is_stopping or following.is_stopping)
-    leader.send(shape(10), generator=None)
+    leader.send(Ticket(shape(10)))
     follower.receive(0)
     assert leading.is_stopping and following.is_stopping
 
 
 def test_a_batch_that_is_not_split_announces_no_microbatches() -> None:
     wire = Wire()
-    Tickets(job(wire, 0)).send(shape(10, number=1), generator=None)
+    Tickets(job(wire, 0)).send(Ticket(shape(10, number=1)))
     follower = Tickets(job(wire, 1))
     found = follower.receive(0).shape
     assert (found.parts, found.weights) == ((), ())
@@ -222,7 +221,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     counts = iter([3, 1])
     mine = Divider(2, None, lambda inputs, target: next(counts))
     drawn = position_of(torch.default_generator.get_state())
-    Tickets(job(wire, 0)).send(theirs.shape(), generator=None, drawn=drawn)
+    Tickets(job(wire, 0)).send(Ticket(theirs.shape(), drawn=drawn))
     planned = SimpleNamespace(consumers=(0, 1), written_inputs=())
     planner = SimpleNamespace(
         begin_step=lambda mode: None,
