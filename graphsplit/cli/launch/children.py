@@ -9,67 +9,45 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol
+from typing import IO
 
 from graphsplit.cli.launch.environment import ChildSpec
 
 _PR_SET_PDEATHSIG = 1
 
 
-class Child(Protocol):
-    """A process that leads a group of its own, on this machine or another."""
+class Child:
+    """A process that leads a group of its own: of this machine, where nothing else is said."""
 
     pid: int
     returncode: int | None
     stdout: IO[bytes] | None
     stderr: IO[bytes] | None
 
-    def wait(self) -> int:
-        """Wait for its end and return its return code; ``-N`` if signal N ended it."""
-        ...
-
-    def signal_group(self, signum: signal.Signals) -> None:
-        """Send a signal to it, which was not yet waited for, and to its children."""
-        ...
-
-    def collect_if_ended(self) -> int | None:
-        """Its return code, if it has ended; then its children are ended, too."""
-        ...
-
-    @property
-    def lost(self) -> str:
-        """How it went out of reach, as a part of a sentence; empty for one whose end was seen."""
-        ...
+    lost: str = ""
+    """How it went out of reach, as a part of a sentence; empty for one whose end was seen."""
 
     @property
     def has_place(self) -> bool:
         """Whether there is a place where it could be started again."""
-        ...
+        return True
 
     @property
     def where(self) -> str:
         """Its host, as the end of a sentence; empty on this machine."""
-        ...
-
-
-class GroupLeader:
-    """A process of this machine that leads a group of its own."""
-
-    pid: int
-    lost = where = ""
-    has_place = True
+        return ""
 
     def wait(self) -> int:
-        """See ``Child``."""
+        """Wait for its end and return its return code; ``-N`` if signal N ended it."""
         raise NotImplementedError
 
     def signal_group(self, signum: signal.Signals) -> None:
-        """See ``Child``."""
+        """Send a signal to it, which was not yet waited for, and to its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
     def collect_if_ended(self) -> int | None:
-        """See ``Child``."""
+        """Its return code, if it has ended; then its children are ended, too."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if os.waitid(os.P_PID, self.pid, options) is None:
             return None
@@ -78,7 +56,7 @@ class GroupLeader:
         return self.wait()
 
 
-class StartedChild(subprocess.Popen[bytes], GroupLeader):
+class StartedChild(subprocess.Popen[bytes], Child):
     """A process that this one has started by itself."""
 
 

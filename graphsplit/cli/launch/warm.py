@@ -20,7 +20,6 @@ from typing import IO
 from graphsplit.cli.launch import script_process
 from graphsplit.cli.launch.children import (
     Child,
-    GroupLeader,
     StartedChild,
     StartInterruptedError,
     make_setup,
@@ -37,7 +36,7 @@ _SPEAKS_OF_ENVIRONMENT = re.compile(r"environ|putenv|setenv|getenv|dotenv")
 
 
 @dataclass
-class ForkedChild(GroupLeader):
+class ForkedChild(Child):
     """A worker that was forked: what is used of ``subprocess.Popen``."""
 
     pid: int

@@ -23,6 +23,7 @@ from typing import IO, TypeVar
 
 import click
 
+from graphsplit.cli.launch.children import Child
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.agent import BEATS
@@ -42,7 +43,7 @@ _F = TypeVar("_F", bound=frames.Frame)
 
 
 @dataclass
-class RemoteChild:
+class RemoteChild(Child):
     """A process on another host: see ``Child``."""
 
     name: str
