@@ -386,6 +386,7 @@ def test_a_source_that_cannot_be_called_back_ends_nothing() -> None:
         (HELLO_KEY, write_hello(HELLO)),
         Recall(b"l" * 32, b"d" * 32),
         inbound,
+        take=inbound.take,
         expected="",
         silence_s=1.0,
         on_end=lambda peer, end: told.append((peer, end.reason)),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -52,16 +52,6 @@ class _DaemonThreads(ThreadPoolExecutor):
         return future
 
 
-class Serving(Protocol):
-    """The handler of one stream."""
-
-    def take(self, data: bytes) -> object:
-        """A message of the stream, on grpc's polling thread; what ``carry`` then gets of it."""
-
-    def carry(self, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
-        """The stream, on a thread of its own; what is sent back."""
-
-
 Answer = Callable[[bytes, Any], Iterator[bytes]]
 """Serves a ``Pull``: given its request and its context, all that is sent to who has called."""
 
@@ -69,7 +59,7 @@ Answer = Callable[[bytes, Any], Iterator[bytes]]
 class _EachStream(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Finds the handler of a call: a new one for each, because messages are taken by it."""
 
-    def __init__(self, accept: Callable[[], Serving], answer: Answer) -> None:
+    def __init__(self, accept: Callable[[], Any], answer: Answer) -> None:
         self._accept = accept
         self._answer = answer
 
@@ -77,12 +67,7 @@ class _EachStream(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no 
         """See ``grpc.GenericRpcHandler``."""
         if handler_call_details.method == PULL:
             return grpc.unary_stream_rpc_method_handler(self._answer)
-        if handler_call_details.method != CARRY:
-            return None
-        serving = self._accept()
-        return grpc.stream_stream_rpc_method_handler(
-            serving.carry, request_deserializer=serving.take
-        )
+        return self._accept() if handler_call_details.method == CARRY else None
 
 
 class GrpcListener:
@@ -143,8 +128,8 @@ class GrpcListener:
             port, num_workers, partial(say, event="refused", level="warning")
         )
 
-    def serve(self, accept: Callable[[], Serving], answer: Answer) -> None:
-        """Start to take streams; each is given to what ``accept`` makes for it, or answered."""
+    def serve(self, accept: Callable[[], Any], answer: Answer) -> None:
+        """Start to take streams: ``accept`` makes a handler for each; ``answer`` serves pulls."""
         self._server.add_generic_rpc_handlers((_EachStream(accept, answer),))
         self._server.start()
         self._is_serving = True

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -22,6 +22,7 @@ from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import keepalive, open_channel
 from graphsplit.security.handshake import PROOF_KEY, Recall
 from graphsplit.security.protection import UNPROTECTED, Protection
+from graphsplit.transport.credit import IncomingChannels
 from graphsplit.transport.grpc.calls import DIAL_OPTIONS, PULL
 from graphsplit.transport.grpc.chunk import MAX_MESSAGE_BYTES, read_chunk
 from graphsplit.transport.grpc.stream_end import BROKEN, StreamEnd, end_of
@@ -32,19 +33,6 @@ _SINGLE_THREADED = (ChannelOptions.SingleThreadedUnaryStream, 1)
 _LARGEST = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
 
 
-class Taking(Protocol):
-    """The receiver of the messages."""
-
-    source: int
-    broken: Exception | None
-
-    def take(self, data: bytes) -> bytes:
-        """Take a message."""
-
-    def end(self, error: Exception) -> None:
-        """Nothing more will come."""
-
-
 class Puller:
     """All values of one source, pulled over a connection of its own.
 
@@ -52,7 +40,8 @@ class Puller:
         target: The source's address.
         hello: Metadata that names the stream of which this is a part.
         recall: How both ends prove themselves.
-        inbound: Takes what comes.
+        inbound: The channels from there, which end with the connection.
+        take: Takes a message for them.
         protection: What protects the connection.
         expected: Under TLS, the name in the source's certificate.
         silence_s: How long nothing may come back from the source.
@@ -64,15 +53,16 @@ class Puller:
         target: str,
         hello: tuple[str, bytes],
         recall: Recall,
-        inbound: Taking,
+        inbound: IncomingChannels[Any],
         *,
+        take: Callable[[bytes], bytes],
         protection: Protection = UNPROTECTED,
         expected: str,
         silence_s: float,
         on_end: Callable[[int, StreamEnd], None],
     ) -> None:
         self._expected = recall.dialer
-        self._inbound = inbound
+        self._inbound, self._take_message = inbound, take
         self._silence_s = silence_s
         self._on_end = on_end
         self._is_proved = False
@@ -108,7 +98,7 @@ class Puller:
 
     def _take(self, data: bytes) -> bytes:
         if self._is_proved:
-            return self._inbound.take(data)
+            return self._take_message(data)
         with suppress(FrameError):
             self._is_proved = hmac.compare_digest(read_chunk(data).proof, self._expected)
         return b"proof"

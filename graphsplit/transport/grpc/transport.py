@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -58,23 +59,18 @@ class _Stream:
         decided: Set once it is known whether values are pulled, or come by the stream.
     """
 
-    def __init__(self, carry: Callable[[_Stream, Iterator[Any], Any], Iterator[bytes]]) -> None:
-        self._carry = carry
+    def __init__(self) -> None:
         self.inbound: Inbound | None = None
         self.decided = threading.Event()
 
     def take(self, data: bytes) -> object:
-        """See ``Serving.take``."""
+        """A message, on grpc's polling thread; what ``_carry`` then gets of it."""
         if self.inbound is not None:
             return self.inbound.take(data)
         try:
             return read_chunk(data)
         except FrameError:
             return ChunkPart()
-
-    def carry(self, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
-        """See ``Serving.carry``."""
-        return self._carry(self, messages, context)
 
 
 class GrpcTransport(Transport):
@@ -117,7 +113,7 @@ class GrpcTransport(Transport):
         self._readers: set[threading.Thread] = set()
         self._listener = listener
         self._watch.call(self._wake)
-        listener.serve(lambda: _Stream(self._carry), self._answer)
+        listener.serve(self._accept, self._answer)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
@@ -205,6 +201,7 @@ class GrpcTransport(Transport):
             (HELLO_KEY, write_hello(hello)),
             recall,
             inbound,
+            take=inbound.take,
             protection=self._protection,
             expected=self._names[source] if self._names else "",
             silence_s=self._listener.silence_s,
@@ -242,6 +239,12 @@ class GrpcTransport(Transport):
             inbound.notify()
         for outbound in list(self._outbound.values()):
             outbound.notify()
+
+    def _accept(self) -> Any:
+        """The handler of a new stream, which has a thread of its own."""
+        stream = _Stream()
+        carry = partial(self._carry, stream)
+        return grpc.stream_stream_rpc_method_handler(carry, request_deserializer=stream.take)
 
     def _carry(self, stream: _Stream, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
         """Serve the stream of one source; runs on a thread of the server."""
