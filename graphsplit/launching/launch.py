@@ -96,36 +96,33 @@ def launcher(
     restarts: int = 0,
     log_dir: str | Path | None = None,
 ) -> Callable[[_Fn], _Launched]: ...
-def launcher(fn: Any = None, /, **options: Any) -> Any:
-    """Decorate a function: each call of it is a ``launch``, and returns the list of results.
-
-    ``@gs.launcher`` and ``@gs.launcher(workers=4)`` both work; options are those of ``launch``. The
-    function itself is ``fn.__wrapped__``.
-
-    Args:
-        fn: The function.
-        options: ``workers``, ``timeout_s``, ``restarts``, ``log_dir``.
-    """
-    return functools.partial(_launcher, **options) if fn is None else _launcher(fn, **options)
-
-
-def _launcher(
-    fn: Callable[..., Any],
+def launcher(
+    fn: Any = None,
+    /,
     *,
     workers: int | None = None,
     timeout_s: float | None = None,
     restarts: int = 0,
     log_dir: str | Path | None = None,
-) -> Callable[..., list[Any]]:
-    if not callable(fn):
-        raise _not_callable(fn)
+) -> Any:
+    """Decorate a function: each call of it is a ``launch``, and returns the list of results.
+
+    ``@gs.launcher`` and ``@gs.launcher(workers=4)`` both work; options are those of ``launch``. The
+    function itself is ``fn.__wrapped__``.
+    """
     options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": restarts, "log_dir": log_dir}
 
-    @functools.wraps(fn)
-    def launched(*args: Any, **kwargs: Any) -> list[Any]:
-        return launch(fn, workers, args, kwargs, **options)
+    def decorate(fn: _Fn) -> _Launched:
+        if not callable(fn):
+            raise _not_callable(fn)
 
-    return launched
+        @functools.wraps(fn)
+        def launched(*args: Any, **kwargs: Any) -> list[Any]:
+            return launch(fn, workers, args, kwargs, **options)
+
+        return launched
+
+    return decorate if fn is None else decorate(fn)
 
 
 def _number_of(workers: int | None) -> int:
