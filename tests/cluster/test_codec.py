@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from graphsplit.cluster.member.identity import bounded, text_chunks
+from graphsplit.cluster.member.identity import bounded
 from graphsplit.cluster.status.job_status import JobStatus
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.codec import (
@@ -72,7 +72,7 @@ def test_every_message_of_a_worker_survives_the_wire(registration):
         Arrive(MeetingKind.BARRIER, "x"),
         Arrive(MeetingKind.AGREEMENT, "x", "f" * 64),
         Arrive(MeetingKind.FINISH),
-        Text("x", b"\xff\x00", last=True),
+        Text("x", b"\xff\x00"),
         Failed(CAUSE),
         Heartbeat(3, "here", watched=(0, 1023)),
         Ready(2),
@@ -135,10 +135,7 @@ def test_a_registration_that_lacks_a_field_or_breaks_a_bound_is_refused(
         (Arrive(MeetingKind.BARRIER, ""), "name is missing"),
         (Arrive(MeetingKind.BARRIER, "x" * 129), "name has 129 characters"),
         (Arrive(MeetingKind.AGREEMENT, "x", "f"), "SHA-256"),
-        (
-            Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True),
-            "chunk has 1048577 bytes",
-        ),
+        (Text("x", bytes(limits.MAX_TEXT_BYTES + 1)), "text has 1048577 bytes"),
         (Failed(FailureCause("whim", "x")), "the kind of failure 'whim' is not known"),
         (Failed(FailureCause("lost", "x", rank=5000)), "rank is 5000, not -1 to 1023"),
         (Failed(FailureCause("lost", "x", traceback="x" * 64_001)), "traceback has 64001"),
@@ -191,11 +188,10 @@ def test_what_a_worker_reports_is_cut_to_the_bounds_first():
     assert sent.cause.traceback.startswith("ttt")
 
 
-def test_a_long_text_is_sent_in_chunks_and_cut_at_the_limit():
-    chunks = text_chunks(bytes(limits.MAX_TEXT_BYTES + 5))
-    assert len(chunks) == 8
-    assert sum(map(len, chunks)) == limits.MAX_TEXT_BYTES
-    assert text_chunks(b"") == [b""]
+def test_the_longest_text_to_agree_on_fits_into_one_message():
+    sent = Text("x", bytes(limits.MAX_TEXT_BYTES))
+    assert len(encode_worker(sent)) < limits.MAX_WORKER_MESSAGE_BYTES
+    assert decode_worker(encode_worker(sent)) == sent
 
 
 def test_the_fence_travels_behind_the_message():
@@ -221,7 +217,7 @@ def test_the_fence_travels_behind_the_message():
         (encode_fence(Fence("x")), "the kind of message None is not known"),
         (encode_worker(Ready(1)) + encode_fence(Fence("x" * 129)), "fence: job has 129"),
         (encode_worker(Ready(1)) + b'{"fence": null}\n', "fence is None, no object"),
-        (told("Text", name="x", chunk="0x", last=True), "chunk is '0x', no hexadecimal number"),
+        (told("Text", name="x", text="0x"), "text is '0x', no hexadecimal number"),
         (told("Failed", cause=None), "cause is None, no object"),
         (encode_worker(Failed(replace(CAUSE, message="\ud800"))), "halves of characters"),
         (b'{"kind": ' + b"[" * 100_000 + b"\n", "the message is no JSON"),

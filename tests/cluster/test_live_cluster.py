@@ -97,7 +97,7 @@ def test_barriers_and_agreements_bring_all_workers_together(start_cluster):
 def test_a_disagreement_shows_everyone_the_first_differing_line(start_cluster):
     cluster = start_cluster(3)
     joined = cluster.join_all("0", "1", "2")
-    filler = "a line that is the same everywhere\n" * 60_000  # 2 MiB: several chunks
+    filler = "a line that is the same everywhere\n" * 25_000
     texts = [filler + "conv1 on 3", filler + "conv1 on 3", filler + "conv1 on 4"]
     futures = [
         cluster.submit(one.member.agree, "plan 0", text)
@@ -106,7 +106,7 @@ def test_a_disagreement_shows_everyone_the_first_differing_line(start_cluster):
     for future in futures:
         with pytest.raises(PlanMismatchError) as caught:
             future.result(DEADLINE_S)
-        assert "workers 0 and 2 disagree about 'plan 0': line 60001 is" in str(caught.value)
+        assert "workers 0 and 2 disagree about 'plan 0': line 25001 is" in str(caught.value)
         assert "worker 0: conv1 on 3\n  worker 2: conv1 on 4" in str(caught.value)
     for one in joined:
         assert one.wait_aborted().kind == "disagreement"

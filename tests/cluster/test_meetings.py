@@ -4,7 +4,6 @@ import hashlib
 
 from graphsplit.cluster.scheduler.job.events import Disconnected
 from graphsplit.cluster.scheduler.job.state import JobPhase
-from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.wire.messages import (
     Abort,
     Departed,
@@ -93,10 +92,9 @@ def test_different_digests_ask_rank_zero_and_the_first_that_differs(drive):
 def test_a_disagreement_shows_the_first_differing_line_of_both(drive):
     scheduler = drive(num_workers=3).form()
     disagree(scheduler, ["a\nb\nc", "a\nb\nc", "a\nB\nC"])
-    scheduler.say(0, Text("plan 0", b"a\nb", last=False))
-    scheduler.say(2, Text("plan 0", b"a\nB\nC", last=True))
+    scheduler.say(2, Text("plan 0", b"a\nB\nC"))
     assert scheduler.state.phase is JobPhase.RUNNING
-    scheduler.say(0, Text("plan 0", b"\nc", last=True))
+    scheduler.say(0, Text("plan 0", b"a\nb\nc"))
 
     cause = scheduler.last(1).cause
     assert (cause.kind, cause.rank) == ("disagreement", -1)
@@ -115,34 +113,33 @@ def test_a_disagreement_beyond_the_limit_says_so(drive):
     scheduler = drive(num_workers=2).form()
     disagree(scheduler, ["x" * 10 + "1", "x" * 10 + "2"])
     for rank in (0, 1):
-        scheduler.say(rank, Text("plan 0", b"x" * 10, last=True))
+        scheduler.say(rank, Text("plan 0", b"x" * 10))
     assert "they differ beyond the first 10 bytes" in scheduler.last(0).cause.message
 
 
 def test_a_disagreement_does_not_wait_for_ever_for_the_texts(drive):
     scheduler = drive(num_workers=2).form()
     disagree(scheduler, ["a", "b"])
-    scheduler.say(0, Text("plan 0", b"a", last=True))
+    scheduler.say(0, Text("plan 0", b"a"))
     scheduler.pass_time(10.2)
     assert "could not be fetched in time" in scheduler.last(0).cause.message
 
 
-def test_texts_that_nobody_asked_for_or_that_are_too_long_are_refused(drive):
+def test_texts_that_nobody_asked_for_are_refused(drive):
     scheduler = drive(num_workers=2).form()
-    scheduler.say(0, Text("plan 0", b"a", last=True))
+    scheduler.say(0, Text("plan 0", b"a"))
     assert "a text that nobody asked for" in scheduler.last(0).cause.message
 
     scheduler = drive(num_workers=3).form()
     disagree(scheduler, ["a", "b", "a"])
-    scheduler.say(2, Text("plan 0", b"a", last=True))
+    scheduler.say(2, Text("plan 0", b"a"))
     assert scheduler.last(0).cause.rank == 2
 
     scheduler = drive(num_workers=2).form()
     disagree(scheduler, ["a", "b"])
-    half = bytes(MAX_TEXT_BYTES // 2 + 1)
-    scheduler.say(0, Text("plan 0", half, last=False))
-    scheduler.say(0, Text("plan 0", half, last=False))
-    assert "more than 8388608 bytes" in scheduler.last(1).cause.message
+    scheduler.say(0, Text("plan 0", b"a"))
+    scheduler.say(0, Text("plan 0", b"a"))
+    assert scheduler.last(1).cause.rank == 0
 
 
 def test_a_barrier_waits_for_workers_that_make_progress_and_names_those_that_do_not(drive):
@@ -195,7 +192,7 @@ def test_an_abort_during_an_agreement_reaches_everyone_once(drive):
     scheduler = drive(num_workers=2).form()
     disagree(scheduler, ["a", "b"])
     for rank, text in enumerate((b"a", b"b")):
-        scheduler.say(rank, Text("plan 0", text, last=True))
+        scheduler.say(rank, Text("plan 0", text))
     for node in (0, 1):
         aborts = [message for message in scheduler.sent[node] if isinstance(message, Abort)]
         assert len(aborts) == 1

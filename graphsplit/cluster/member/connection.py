@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphsplit.cluster.member.identity import text_chunks
 from graphsplit.cluster.member.membership import Membership
 from graphsplit.cluster.member.session import MemberSession, SessionEnd
 from graphsplit.cluster.member.state_machine import (
@@ -240,13 +239,8 @@ class Connection:
                         daemon=True,
                     ).start()
                 case ShowText():
-                    self._show_text(effect.name)
+                    if self.session is not None:
+                        text = self._membership.texts.get(effect.name, b"")
+                        self.session.send(Text(effect.name, text))
                 case Say():
                     self._log(effect.line, event="warning", level="warning")
-
-    def _show_text(self, name: str) -> None:
-        session = self.session
-        chunks = text_chunks(self._membership.texts.get(name, b""))
-        for index, chunk in enumerate(chunks):
-            if session is not None:
-                session.send(Text(name, chunk, last=index == len(chunks) - 1))

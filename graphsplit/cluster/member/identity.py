@@ -237,10 +237,3 @@ def bounded_location(location: Location) -> Location:
 def _printable(text: str) -> str:
     text = "".join(char if char.isprintable() else "?" for char in encodable(text))
     return cut_end(text, limits.MAX_PLACE_CHARS)
-
-
-def text_chunks(text: bytes) -> list[bytes]:
-    """The text in pieces of a size for one message; what is beyond the limit is left out."""
-    text = text[: limits.MAX_TEXT_BYTES]
-    size = limits.TEXT_CHUNK_BYTES
-    return [text[start : start + size] for start in range(0, len(text), size)] or [b""]

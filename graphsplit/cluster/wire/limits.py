@@ -24,11 +24,10 @@ MAX_WARNINGS = 16
 MAX_WATCHED = 64
 MAX_CALLS = 8
 
-# Bytes. A plan's text is sent in chunks far below gRPC's usual limit of 4 MiB, and cut at 8 MiB.
+# Bytes. A text that workers agree on takes twice its size in a message.
 MAX_WORKER_MESSAGE_BYTES = 4 << 20
 MAX_SCHEDULER_MESSAGE_BYTES = 16 << 20
-TEXT_CHUNK_BYTES = 1 << 20
-MAX_TEXT_BYTES = 8 << 20
+MAX_TEXT_BYTES = 1 << 20
 
 # How often a job recovers on end though no process was lost, and no meeting took place between:
 # then a link is broken for good, and another generation will not mend it.

@@ -15,7 +15,7 @@ its release; in which states which messages may come: docs/explanation/membershi
     Arrive              ------------------>             at an agreement, a barrier or the finish
                         <------------------  Departed   all workers have arrived there
                         <------------------  TextWanted (digests differ: show your text)
-    Text ...            ------------------>             in chunks
+    Text                ------------------>
     Failed              ------------------>             this worker raised
                         <------------------  FailureNoted
                         <------------------  Recovering a worker was lost: leave the generation
@@ -245,11 +245,10 @@ class Arrive:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of the text whose digest differs, asked for by ``TextWanted``."""
+    """The text whose digest differs, asked for by ``TextWanted``."""
 
     name: NeededName
-    chunk: Annotated[bytes, chunk(limits.TEXT_CHUNK_BYTES)]
-    last: bool
+    text: Annotated[bytes, chunk(limits.MAX_TEXT_BYTES)]
 
 
 @dataclass(frozen=True)

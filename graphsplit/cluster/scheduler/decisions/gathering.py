@@ -86,7 +86,7 @@ def add_text(job: JobState, worker: Worker, text: Text, *, is_present: bool) -> 
     if dispute is None:
         ending.protest(job, worker.node, "sent a text that nobody asked for")
         return
-    wrong = dispute.add(worker.rank, text.name, text.chunk, last=text.last)
+    wrong = dispute.add(worker.rank, text)
     if wrong is not None:
         ending.protest(job, worker.node, wrong)
     elif dispute.is_complete:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
-from graphsplit.cluster.wire.messages import Arrive
+from graphsplit.cluster.wire.messages import Arrive, Text
 from graphsplit.text import cut_end, first_difference
 
 _LINE_CHARS = 1_000
@@ -97,23 +96,18 @@ class Dispute:
         self.name = name
         self.ranks = ranks
         self.since = since
-        self._texts: dict[int, bytearray] = {rank: bytearray() for rank in ranks}
-        self._complete: set[int] = set()
+        self._texts: dict[int, bytes] = {}
 
     @property
     def is_complete(self) -> bool:
-        """Whether both texts are here, whole."""
-        return len(self._complete) == len(self.ranks)
+        """Whether both texts are here."""
+        return len(self._texts) == len(self.ranks)
 
-    def add(self, rank: int, name: str, chunk: bytes, *, last: bool) -> str | None:
-        """Add a piece of one text. Returns what is wrong with it, or None."""
-        if rank not in self._texts or rank in self._complete or name != self.name:
-            return f"sent a text for {name!r} that nobody asked for"
-        if len(self._texts[rank]) + len(chunk) > MAX_TEXT_BYTES:
-            return f"sent more than {MAX_TEXT_BYTES} bytes of text for {name!r}"
-        self._texts[rank] += chunk
-        if last:
-            self._complete.add(rank)
+    def add(self, rank: int, text: Text) -> str | None:
+        """Take one text. Returns what is wrong with it, or None."""
+        if rank not in self.ranks or rank in self._texts or text.name != self.name:
+            return f"sent a text for {text.name!r} that nobody asked for"
+        self._texts[rank] = text.text
         return None
 
     def describe(self) -> str:
