@@ -6,18 +6,17 @@ it computes with one thread, calls nothing of the cluster, and leaves without cl
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
+import multiprocessing
 import os
 import random
-import select
 import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,7 @@ class ForkedTrial:
     """A child process at work, until the end of the ``with`` block.
 
     Args:
-        work: What it does; returns what JSON can carry.
+        work: What it does; returns what can be pickled.
         deadline_s: After so many seconds it is killed.
 
     Raises:
@@ -48,29 +47,27 @@ class ForkedTrial:
         self._ends_s = time.monotonic() + deadline_s
         if not hasattr(os, "fork"):
             raise ChildError("this system has no fork")
-        self._reader, writer = os.pipe()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that a process with threads forks
-                self._pid = os.fork()
-        except OSError as error:
-            os.close(self._reader)
-            os.close(writer)
-            raise ChildError(f"no process could be forked: {error}") from error
-        if self._pid == 0:
-            _be_child(work, writer, deadline_s)
-        os.close(writer)
+        fork = multiprocessing.get_context("fork")
+        self._reader, writer = fork.Pipe(duplex=False)
+        self._process = fork.Process(target=_be_child, args=(work, writer, deadline_s))
+        with writer:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that a process with threads forks
+                    self._process.start()
+            except (OSError, AssertionError) as error:  # some daemon's may have none
+                self._reader.close()
+                raise ChildError(f"no process could be forked: {error}") from error
 
     def __enter__(self) -> ForkedTrial:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End it."""
-        os.close(self._reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        self._reader.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
 
     def report(self) -> Any:
         """Wait for what it reports.
@@ -78,20 +75,12 @@ class ForkedTrial:
         Raises:
             ChildError: It did not report, or not in time.
         """
-        data = bytearray()
-        poll = select.poll()
-        poll.register(self._reader, select.POLLIN | select.POLLHUP)
-        while True:
-            left_s = self._ends_s - time.monotonic()
-            if left_s <= 0 or not poll.poll(left_s * 1e3):
-                raise ChildError("it did not end in time")
-            piece = os.read(self._reader, 1 << 20)
-            if not piece:
-                break
-            data += piece
-        if not data.endswith(b"\n"):
-            raise ChildError("its process broke down")
-        return json.loads(data)
+        if not self._reader.poll(max(0.0, self._ends_s - time.monotonic())):
+            raise ChildError("it did not end in time")
+        try:
+            return self._reader.recv()
+        except EOFError:
+            raise ChildError("its process broke down") from None
 
 
 def is_child() -> bool:
@@ -99,7 +88,7 @@ def is_child() -> bool:
     return _is_child
 
 
-def _be_child(work: Callable[[], Any], writer: int, deadline_s: float) -> NoReturn:
+def _be_child(work: Callable[[], Any], writer: Connection, deadline_s: float) -> NoReturn:
     """Never returns: what runs at the exit of a process is the parent's business."""
     global _is_child
     status = 1
@@ -110,7 +99,7 @@ def _be_child(work: Callable[[], Any], writer: int, deadline_s: float) -> NoRetu
         signal.alarm(int(deadline_s) + 1)
         _be_quiet()
         _seed()
-        _write(writer, json.dumps(work()).encode() + b"\n")
+        writer.send(work())
         status = 0
     finally:
         os._exit(status)
@@ -131,12 +120,6 @@ def _seed() -> None:
     torch.default_generator.manual_seed(_SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(_SEED)
-
-
-def _write(writer: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(writer, view) :]
 
 
 def raised_where(error: BaseException) -> str:

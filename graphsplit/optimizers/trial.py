@@ -107,7 +107,7 @@ class Trial:
                 )
                 for part in parts
             ]
-            return [_Left.of_json(child.report()) for child in children]
+            return [child.report() for child in children]
 
     def _differing(self, some: _Left, others: _Left) -> list[tuple[int, Path]]:
         """The places of this worker where they differ, with the number of the look at them."""
@@ -134,17 +134,6 @@ class _Left:
     kept: list[_Kept]
     raised: str | None
     drawn: list[str]
-
-    def as_json(self) -> Any:
-        """For the way out of the child."""
-        return [[list(kept.items()) for kept in self.kept], self.raised, self.drawn]
-
-    @classmethod
-    def of_json(cls, value: Any) -> _Left:
-        """The report of a child."""
-        looks, raised, drawn = value
-        kept = [{tuple(path): text for path, text in look} for look in looks]
-        return cls(kept, raised, drawn)
 
 
 def _raised(whole: _Left, own: _Left, part: TrialPart) -> str:
@@ -184,9 +173,9 @@ def generator_states() -> dict[str, Any]:
 # In the child.
 
 
-def _report(trial: Trial, part: TrialPart, kind: str) -> Any:
+def _report(trial: Trial, part: TrialPart, kind: str) -> _Left:
     with DisableTorchFunctionSubclass():  # tensors of an own loop would ask other workers
-        return _try(trial, part, kind).as_json()
+        return _try(trial, part, kind)
 
 
 def _try(trial: Trial, part: TrialPart, kind: str) -> _Left:
