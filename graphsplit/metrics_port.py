@@ -8,8 +8,7 @@ TLS a browser on this machine is the only stranger, so names that lead here are 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from graphsplit.errors import ConfigurationError
@@ -18,61 +17,45 @@ from graphsplit.security.protection import Protection, require_certificates
 from graphsplit.settings import Watching
 
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-Samples = tuple[tuple[tuple[str, ...], float], ...]
-
-COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
-@dataclass(frozen=True)
-class Gauge:
-    """One metric, as it is now.
+def metric(
+    name: str,
+    text: str,
+    values: float | Mapping[str, float],
+    *,
+    label: str = "",
+    is_counter: bool = False,
+) -> Any:
+    """One metric as it is now, of prometheus-client.
 
-    Attributes:
+    Args:
         name: Without the prefix ``graphsplit_``, and without ``_total``.
-        help: What it is, with its unit.
-        kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
-        labels: Names of the labels.
-        samples: For each combination of labels, the value.
-        buckets: Of a histogram, for each combination: bounds and how many were at or below.
+        text: What it is, with its unit.
+        values: The value; or that of each value of the label.
+        label: Name of the label; empty for none.
+        is_counter: Whether it only grows.
     """
+    from prometheus_client import core
 
-    name: str
-    help: str
-    kind: str
-    labels: tuple[str, ...] = ()
-    samples: Samples = ()
-    buckets: tuple[tuple[tuple[str, float], ...], ...] = ()
+    kind = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
+    if not isinstance(values, Mapping):
+        return kind(f"graphsplit_{name}", text, value=values)
+    family = kind(f"graphsplit_{name}", text, labels=[label])
+    for one, value in values.items():
+        family.add_metric([one], value)
+    return family
 
 
 class _Collector:
     """Looks at the metrics when somebody asks, and never in between."""
 
-    def __init__(self, look: Callable[[], Iterable[Gauge]]) -> None:
-        self._look = look
-
-    def collect(self) -> Iterable[Any]:
-        """The families of prometheus-client."""
-        from prometheus_client import core
-
-        for metric in self._look():
-            name = f"graphsplit_{metric.name}"
-            labels = list(metric.labels)
-            if metric.kind == HISTOGRAM:
-                family: Any = core.HistogramMetricFamily(name, metric.help, labels=labels)
-                for (values, total), buckets in zip(metric.samples, metric.buckets, strict=True):
-                    family.add_metric(values, list(buckets), total)
-            else:
-                made = (
-                    core.CounterMetricFamily if metric.kind == COUNTER else core.GaugeMetricFamily
-                )
-                family = made(name, metric.help, labels=labels)
-                for values, value in metric.samples:
-                    family.add_metric(values, value)
-            yield family
+    def __init__(self, look: Callable[[], Iterable[Any]]) -> None:
+        self.collect = look
 
 
 def serve_metrics(
-    look: Callable[[], Iterable[Gauge]],
+    look: Callable[[], Iterable[Any]],
     watching: Watching,
     security: SecurityOptions,
     protection: Protection,
@@ -83,7 +66,7 @@ def serve_metrics(
     """Serve metrics, if they are asked for, from threads of their own.
 
     Args:
-        look: Gives them; called from another thread, whenever somebody asks.
+        look: Gives them, of prometheus-client; called from another thread, whenever somebody asks.
         watching: Where to serve them.
         security: The files of the certificates.
         protection: What they hold.

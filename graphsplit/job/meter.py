@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from itertools import accumulate
+from typing import Any, TypeVar
 
-from graphsplit.metrics_port import COUNTER, GAUGE, HISTOGRAM, Gauge, Samples
+from graphsplit.metrics_port import metric
 from graphsplit.transport.metered import MeteredTraffic, PeerTraffic
 
 _Part = TypeVar("_Part")
@@ -30,13 +31,9 @@ class StepTimes:
         self.total_s += seconds
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
 
-    def buckets(self) -> tuple[tuple[str, float], ...]:
+    def buckets(self) -> list[tuple[str, float]]:
         """For each bound, how many steps took no longer."""
-        found, below = [], 0
-        for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self._counts, strict=True):
-            below += count
-            found.append((bound, float(below)))
-        return tuple(found)
+        return [*zip([*map(str, BOUNDS_S), "+Inf"], accumulate(self._counts), strict=True)]
 
 
 class Meter:
@@ -59,28 +56,21 @@ class Meter:
             times = self._steps[mode] = StepTimes()
         times.add(time.perf_counter() - start)
 
-    def metrics(self, generation: int) -> Iterator[Gauge]:
-        """Everything, as it is now."""
-        steps = dict(self._steps)
-        yield Gauge(
-            "step_seconds",
-            "Seconds that steps took on this worker.",
-            HISTOGRAM,
-            ("mode",),
-            tuple(((mode,), times.total_s) for mode, times in steps.items()),
-            tuple(times.buckets() for times in steps.values()),
+    def metrics(self, generation: int) -> Iterator[Any]:
+        """Everything, as it is now, of prometheus-client."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        steps = HistogramMetricFamily(
+            "graphsplit_step_seconds", "Seconds that steps took on this worker.", labels=["mode"]
         )
+        for mode, times in dict(self._steps).items():
+            steps.add_metric([mode], times.buckets(), times.total_s)
+        yield steps
         peers = self.traffic.peers()
-
-        def by_peer(value: Callable[[PeerTraffic], float]) -> Samples:
-            return tuple(((str(peer),), float(value(one))) for peer, one in peers.items())
-
         for name, text, value in _TRAFFIC:
-            yield Gauge(name, text, COUNTER, ("peer",), by_peer(value))
-        yield Gauge(
-            "generation", "The generation that this worker is part of.", GAUGE, (),
-            (((), float(generation)),),
-        )  # fmt: skip
+            values = {str(peer): value(one) for peer, one in peers.items()}
+            yield metric(name, text, values, label="peer", is_counter=True)
+        yield metric("generation", "The generation that this worker is part of.", generation)
 
 
 _TRAFFIC: tuple[tuple[str, str, Callable[[PeerTraffic], float]], ...] = (

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from graphsplit.cluster.status.metrics import status_metrics
 from graphsplit.cluster.wire.messages import Heartbeat
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.meter import Meter
-from graphsplit.metrics_port import GAUGE, Gauge, serve_metrics
+from graphsplit.metrics_port import metric, serve_metrics
 from graphsplit.root_cause import Location
 from graphsplit.security.issue import fill_folder
 from graphsplit.security.options import SecurityOptions
@@ -62,8 +63,8 @@ def serve(look, watching: Watching, protected: Protection = UNPROTECTED, files=N
     return serve_metrics(look, watching, files, protected, offset=0, what="the metrics of a test")
 
 
-def one() -> Iterator[Gauge]:
-    yield Gauge("answer", "The answer.", GAUGE, (), (((), 42.0),))
+def one() -> Iterator[Any]:
+    yield metric("answer", "The answer.", 42.0)
 
 
 def test_a_scheduler_serves_what_it_knows_of_its_job(start_cluster):
@@ -93,9 +94,12 @@ def test_the_state_of_each_worker_is_a_sample(drive):
     scheduler.now = 7.0
     scheduler.say(1, Heartbeat(3, "x", location=Location(step=5)))
     scheduler.now = 9.0
-    found = {metric.name: metric.samples for metric in status_metrics(scheduler.state.status(9.0))}
-    assert found["heartbeat_age_seconds"] == ((("0",), 9.0), (("1",), 2.0))
-    assert found["worker_step"] == ((("0",), 0.0), (("1",), 5.0))
+    found = {
+        family.name: {sample.labels.get("rank"): sample.value for sample in family.samples}
+        for family in status_metrics(scheduler.state.status(9.0))
+    }
+    assert found["graphsplit_heartbeat_age_seconds"] == {"0": 9.0, "1": 2.0}
+    assert found["graphsplit_worker_step"] == {"0": 0.0, "1": 5.0}
 
 
 def test_a_worker_counts_steps_bytes_and_waiting():
@@ -138,7 +142,7 @@ def test_a_step_that_fails_is_not_counted():
 
     with pytest.raises(ValueError):
         list(meter.timed("train", fails()))
-    assert next(meter.metrics(1)).samples == ()
+    assert next(meter.metrics(1)).samples == []
 
 
 def test_without_a_port_nothing_is_served_or_imported(monkeypatch):

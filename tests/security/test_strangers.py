@@ -17,7 +17,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.cli.tokens import find_token, kept_token, local_jobs
 from graphsplit.errors import PlacementError
-from graphsplit.metrics_port import GAUGE, Gauge, serve_metrics
+from graphsplit.metrics_port import metric, serve_metrics
 from graphsplit.security.options import SecurityOptions
 from graphsplit.security.protection import UNPROTECTED
 from graphsplit.settings import Watching
@@ -131,7 +131,7 @@ def metrics() -> Iterator[int]:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     close = serve_metrics(
-        lambda: [Gauge("answer", "The answer.", GAUGE, (), (((), 42.0),))],
+        lambda: [metric("answer", "The answer.", 42.0)],
         Watching(metrics_port=port),
         SecurityOptions(),
         UNPROTECTED,

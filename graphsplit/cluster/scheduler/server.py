@@ -32,7 +32,7 @@ from graphsplit.cluster.wire.rpc import (
 )
 from graphsplit.errors import ConfigurationError
 from graphsplit.logs import LogLine, configure, say, teller
-from graphsplit.metrics_port import Gauge, serve_metrics
+from graphsplit.metrics_port import serve_metrics
 from graphsplit.security.connections import ConnectionWatch
 from graphsplit.security.grpc_ports import add_port
 from graphsplit.security.names import SCHEDULER
@@ -131,9 +131,9 @@ def _serve_metrics(
     async def look() -> JobStatus:
         return sessions.status()
 
-    def look_from_outside() -> Iterator[Gauge]:
+    def look_from_outside() -> Iterator[Any]:
         # The state belongs to the loop's thread; metrics are asked for from others.
-        yield from status_metrics(asyncio.run_coroutine_threadsafe(look(), loop).result(_LOOK_S))
+        return status_metrics(asyncio.run_coroutine_threadsafe(look(), loop).result(_LOOK_S))
 
     return serve_metrics(
         look_from_outside,

@@ -3,58 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from graphsplit.cluster.status.job_status import RUNNING, JobStatus, WorkerStatus
-from graphsplit.metrics_port import COUNTER, GAUGE, Gauge
+from graphsplit.metrics_port import metric
 
 PHASES = ("forming", "planned", "running", "recovering", "draining", "finished", "failed")
 
 
-def status_metrics(status: JobStatus) -> Iterator[Gauge]:
-    """The metrics of a job's status."""
-    job = (status.job,)
-    yield Gauge("job_info", "The job that is served.", GAUGE, ("job",), ((job, 1.0),))
-    yield Gauge(
-        "phase",
-        "1 for the phase that the job is in.",
-        GAUGE,
-        ("phase",),
-        tuple(((phase,), float(phase == status.phase)) for phase in PHASES),
+def status_metrics(status: JobStatus) -> Iterator[Any]:
+    """The metrics of a job's status, of prometheus-client."""
+    yield metric("job_info", "The job that is served.", {status.job: 1.0}, label="job")
+    phases = {phase: float(phase == status.phase) for phase in PHASES}
+    yield metric("phase", "1 for the phase that the job is in.", phases, label="phase")
+    yield metric(
+        "generation", "The present generation, or the one to be formed next.", status.generation
     )
-    generation = float(status.generation)
-    yield _one("generation", "The present generation, or the one to be formed next.", generation)
-    yield _one("uptime_seconds", "Seconds since this scheduler began to serve.", status.seconds)
-    yield _one("workers_expected", "Workers of a complete job.", float(status.num_workers))
+    yield metric("uptime_seconds", "Seconds since this scheduler began to serve.", status.seconds)
+    yield metric("workers_expected", "Workers of a complete job.", status.num_workers)
     in_job = sum(worker.state == RUNNING for worker in status.workers)
-    yield _one("workers_connected", "Workers that have a stream.", float(in_job))
-    recoveries = float(status.num_recoveries)
-    yield _one("recoveries", "Generations left because a worker was lost.", recoveries, COUNTER)
-    refused = float(status.num_refused)
-    yield _one("refused_connections", "Connections that were not let in.", refused, COUNTER)
-    yield _each(
-        status,
+    yield metric("workers_connected", "Workers that have a stream.", in_job)
+    yield metric(
+        "recoveries",
+        "Generations left because a worker was lost.",
+        status.num_recoveries,
+        is_counter=True,
+    )
+    yield metric(
+        "refused_connections",
+        "Connections that were not let in.",
+        status.num_refused,
+        is_counter=True,
+    )
+    for name, text, value in _OF_WORKERS:
+        values = {str(worker.rank): value(worker) for worker in status.workers}
+        yield metric(name, text, values, label="rank")
+
+
+_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
+    (
         "heartbeat_age_seconds",
         "Seconds since anything came from a worker.",
         lambda worker: worker.heard_s,
-    )
-    yield _each(
-        status,
-        "still_seconds",
-        "Seconds since a worker made progress.",
-        lambda worker: worker.still_s,
-    )
-    yield _each(
-        status,
+    ),
+    ("still_seconds", "Seconds since a worker made progress.", lambda worker: worker.still_s),
+    (
         "worker_step",
         "The step that a worker is in; 0 before the first.",
-        lambda worker: 0.0 if worker.location.step is None else float(worker.location.step),
-    )
-
-
-def _one(name: str, text: str, value: float, kind: str = GAUGE) -> Gauge:
-    return Gauge(name, text, kind, (), (((), value),))
-
-
-def _each(status: JobStatus, name: str, text: str, value: Callable[[WorkerStatus], float]) -> Gauge:
-    samples = tuple(((str(worker.rank),), value(worker)) for worker in status.workers)
-    return Gauge(name, text, GAUGE, ("rank",), samples)
+        lambda worker: worker.location.step or 0,
+    ),
+)
