@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from graphsplit.cli.ssh.frames import Facts
 from graphsplit.cli.ssh.hosts import give_ranks
 from graphsplit.cli.ssh.links import reserve_for_workers
 from graphsplit.cli.ssh.meeting import answers, connected
-from graphsplit.cli.ssh.options import RemoteJob, doctor_options, named_hosts, ssh_command
+from graphsplit.cli.ssh.options import RemoteJob, doctor_options, named_hosts, remote_job
 from graphsplit.cli.ssh.preparation import (
     get_ready,
     reach_each_other,
@@ -78,7 +77,9 @@ def doctor(
         {name: value for name, value in os.environ.items() if name not in stays}
     )
     if named:
-        job, remote = _job(script, **given), _remote(named, python, ssh, **given)
+        job, workdir = _job(script, **given), given["workdir"]
+        ranked, address = give_ranks(named, None), given["host"] or ""
+        remote = remote_job(ranked, python, ssh, workdir, address=address)
         try:
             with connected(
                 [name for name, _ in named],
@@ -106,24 +107,6 @@ def _job(script: Path | None, host: str | None, **given: Any) -> JobOptions:
     """The job that hosts are asked about: without a script it is of no file."""
     common = {name: given[name] for name in ("port", "certificates")}
     return JobOptions(0, script or Path(), host=host or "", as_module=script is None, **common)
-
-
-def _remote(
-    named: list[tuple[str, int]],
-    python: str | None,
-    ssh: str,
-    *,
-    host: str | None,
-    workdir: str | None,
-    **_: object,
-) -> RemoteJob:
-    return RemoteJob(
-        give_ranks(named, None),
-        python or sys.executable,
-        ssh_command(ssh),
-        workdir or str(Path.cwd()),
-        address=host or "",
-    )
 
 
 def _look_at(

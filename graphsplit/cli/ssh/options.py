@@ -132,6 +132,18 @@ class RemoteJob:
     spares: tuple[JobHost, ...] = ()
 
 
+def remote_job(
+    hosts: tuple[JobHost, ...], python: str | None, ssh: str, workdir: str | None, **others: Any
+) -> RemoteJob:
+    """A job on hosts, by what the options say; what they leave out is as it is here.
+
+    Raises:
+        click.BadParameter: ``ssh`` is no command.
+    """
+    path, folder = python or sys.executable, workdir or str(Path.cwd())
+    return RemoteJob(hosts, path, _ssh_command(ssh), folder, **others)
+
+
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """As ``job_options``; the command also gets ``remote``: a ``RemoteJob``, or None."""
     local = job_options(command)
@@ -167,12 +179,7 @@ def named_hosts(hosts: str | None, hostfile: Path | None) -> list[tuple[str, int
     return [] if hosts is None else read_hosts(hosts, "-H")
 
 
-def ssh_command(text: str) -> tuple[str, ...]:
-    """The words of ``--ssh``.
-
-    Raises:
-        click.BadParameter: It has none, or a quote is not closed.
-    """
+def _ssh_command(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -211,17 +218,15 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
     source = click.get_current_context().get_parameter_source("host")
     is_named = source is not ParameterSource.DEFAULT
     return {
-        "remote": RemoteJob(
+        "remote": remote_job(
             ranked,
-            parts["python"] or sys.executable,
-            ssh_command(parts["ssh"]),
-            parts["workdir"] or str(Path.cwd()),
-            names,
-            dry_run,
-            given["host"] if is_named else "",
-            ray,
-            resources,
-            _read_spares(spares, [name for name, _ in hosts]),
+            *(parts[name] for name in ("python", "ssh", "workdir")),
+            names=names,
+            dry_run=dry_run,
+            address=given["host"] if is_named else "",
+            ray=ray,
+            resources=resources,
+            spares=_read_spares(spares, [name for name, _ in hosts]),
         )
     }
 
