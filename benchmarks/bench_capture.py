@@ -76,7 +76,7 @@ def capture_all() -> dict[str, float]:
 def _run_of_graphsplit() -> Callable[..., Any]:
     """The function that runs a training step: a Model captures its own, not a script's."""
     try:
-        from graphsplit.batches.batch import run_train
+        from graphsplit.batches.step_functions import run_train
     except ImportError:  # an older checkout
         from graphsplit.train.batch import run_train
     return run_train

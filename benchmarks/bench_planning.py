@@ -29,7 +29,7 @@ from common import Row, checked, environment, parser
 from common_graphs import at_random, by_layer, layered_graph
 from torch import nn
 
-from graphsplit.batches.batch import run_train
+from graphsplit.batches.step_functions import run_train
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import Mode
 from graphsplit.marks.annotations import place_module

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphsplit.batches.batch import run_predict, run_train
+from graphsplit.batches.step_functions import run_predict, run_train
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind, Output
 from graphsplit.marks.annotations import Annotation

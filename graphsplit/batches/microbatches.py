@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from graphsplit.batches import records
-from graphsplit.batches.batch import Arguments, Signature, split_batch
+from graphsplit.batches.signature import Arguments, Signature, split_batch
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import pytree
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Arguments, Signature, fingerprint, leaves, split_batch
 from graphsplit.batches.microbatches import BatchDescription, Division, open_batch
+from graphsplit.batches.signature import Arguments, Signature, fingerprint, leaves, split_batch
 from graphsplit.torch_ext.private import pytree
 
 NOT_HERE: Arguments = ((), {})  # the arguments of a microbatch whose rows were not read

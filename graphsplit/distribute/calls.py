@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
+from graphsplit.batches.signature import Arguments, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as

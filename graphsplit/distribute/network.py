@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import stateless
 
-from graphsplit.batches.batch import Arguments
+from graphsplit.batches.signature import Arguments
 from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, methods  # noqa: F401  (operations on values)

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from graphsplit.batches.batch import Signature, leaves
 from graphsplit.batches.microbatches import Divider
 from graphsplit.batches.rows import (
     BatchRequest,
@@ -34,6 +33,7 @@ from graphsplit.batches.rows import (
     may_be_mask,
     why_no_rows,
 )
+from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.reach.holders import GENERATORS, NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import Walk, holders
 from graphsplit.checkpoint.position import generators_of

@@ -32,9 +32,9 @@ import torch
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.batch import Signature
 from graphsplit.batches.microbatches import BatchDescription, Division
 from graphsplit.batches.rows import RowsRead
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart

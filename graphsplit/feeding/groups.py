@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from graphsplit.batches.batch import Signature, fingerprint
 from graphsplit.batches.microbatches import BatchDescription, Division
+from graphsplit.batches.signature import Signature, fingerprint
 from graphsplit.errors import ConfigurationError
 from graphsplit.planning.step_plan import Outlook
 

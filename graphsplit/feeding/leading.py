@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import fingerprint
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
+from graphsplit.batches.signature import fingerprint
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError

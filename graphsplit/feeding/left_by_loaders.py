@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.planning.compared.writes import written_apart

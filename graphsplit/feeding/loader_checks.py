@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from graphsplit.batches.batch import fingerprint
+from graphsplit.batches.signature import fingerprint
 from graphsplit.checkpoint.generators import named_parts
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.position import generators_of

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from graphsplit.batches.batch import fingerprint
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
 from graphsplit.batches.rows import (
     NOT_HERE,
@@ -28,6 +27,7 @@ from graphsplit.batches.rows import (
     divide_rows,
     rows_in_words,
 )
+from graphsplit.batches.signature import fingerprint
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.feeding.data_watch import (
     ProcessWatch,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from graphsplit.batches.batch import Arguments, Signature, leaves
 from graphsplit.batches.microbatches import BatchDescription, Division
+from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.job.control import ControlChannels
 from graphsplit.tensor_meta import plain_meta
 

@@ -20,8 +20,8 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from graphsplit.batches.batch import Signature
 from graphsplit.batches.microbatches import BatchDescription
+from graphsplit.batches.signature import Signature
 from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import integer, string

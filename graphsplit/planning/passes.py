@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from graphsplit.batches import batch as batches
-from graphsplit.batches.batch import Signature
+from graphsplit.batches import step_functions
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
@@ -85,19 +85,21 @@ def capture_graph(
     """
     from graphsplit.capture.export import CaptureRequest, capture  # with torch's compiler
 
-    run: Callable[..., Any] = batches.run_predict
+    run: Callable[..., Any] = step_functions.run_predict
     loss: int | None = None
     if mode is Mode.TRAIN:
-        run = batches.run_train_with_outputs if task.keep_outputs else batches.run_train
+        run = (
+            step_functions.run_train_with_outputs if task.keep_outputs else step_functions.run_train
+        )
         loss = 0
     elif mode is Mode.EVAL:
-        run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
+        run = step_functions.run_eval_with_loss if task.with_loss else step_functions.run_eval
         loss = 0 if task.with_loss else None
     args, kwargs = signature.example()
     with ExitStack() as stack:
         for module in stateful_modules(task):
             stack.enter_context(as_ordinary((*module.parameters(), *module.buffers())))
-        run = batches.casting_to(task.autocast, run)
+        run = step_functions.casting_to(task.autocast, run)
         return capture(
             CaptureRequest(
                 task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims, lift

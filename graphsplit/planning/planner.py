@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.guards.places import Place

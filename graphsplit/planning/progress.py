@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import nn
 
-from graphsplit.batches.batch import Signature, leaves
+from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.frames import warn_users
 from graphsplit.logs import say

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphsplit.batches.batch import Signature, leaves
+from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.canonical import TensorsOfNumbers, canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.opaque_call import opaque_call

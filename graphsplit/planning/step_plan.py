@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphsplit.batches.batch import Signature, leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
+from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.plan import Exchange

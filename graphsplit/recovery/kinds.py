@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.other_loaders import put_loader

@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 import torch
 
-from graphsplit.batches.batch import Arguments, Signature, leaves
 from graphsplit.batches.microbatches import Division
+from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.feeding.groups import Groups, evaluated, refuse_change

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphsplit.batches import records
-from graphsplit.batches.batch import Arguments
+from graphsplit.batches.signature import Arguments
 from graphsplit.checkpoint.gather import StateGatherer
 from graphsplit.checkpoint.whole_values import install as install_whole_values
 from graphsplit.job.group import WorkerGroup

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches import batch as batches
-from graphsplit.batches.batch import TARGETS, Arguments, split_batch
+from graphsplit.batches import step_functions
 from graphsplit.batches.microbatches import Division
+from graphsplit.batches.signature import TARGETS, Arguments, num_samples, split_batch
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
@@ -246,8 +246,10 @@ class EagerEngine(Engine):
     def _loss(self, arguments: Arguments, found: list[dict[str, Any]]) -> torch.Tensor:
         """The loss; what is beside it is added to what was found."""
         (args, kwargs), task = arguments, self._task
-        run = batches.run_train_with_outputs if task.keep_outputs else batches.run_train
-        loss, beside = batches.casting_to(task.autocast, run)(
+        run = (
+            step_functions.run_train_with_outputs if task.keep_outputs else step_functions.run_train
+        )
+        loss, beside = step_functions.casting_to(task.autocast, run)(
             self._network, task.loss_fn, *args, **kwargs
         )
         assert isinstance(loss, torch.Tensor)
@@ -262,8 +264,8 @@ class EagerEngine(Engine):
         for metric in metrics.values():
             metric.reset()
         has_loss_fn = task.loss_fn is not None
-        run = batches.casting_to(task.autocast, batches.run_eval)
-        run_with_loss = batches.casting_to(task.autocast, batches.run_eval_with_loss)
+        run = step_functions.casting_to(task.autocast, step_functions.run_eval)
+        run_with_loss = step_functions.casting_to(task.autocast, step_functions.run_eval_with_loss)
         num_batches = 0
         with evaluating(task.network), torch.no_grad():
             for num_batches, batch in enumerate(loader, 1):  # noqa: B007  their number
@@ -278,7 +280,7 @@ class EagerEngine(Engine):
     def predict(self, arguments: Arguments) -> Any:
         """Run the network in eval mode, without gradients."""
         args, kwargs = arguments
-        run = batches.casting_to(self._task.autocast, batches.run_predict)
+        run = step_functions.casting_to(self._task.autocast, step_functions.run_predict)
         with evaluating(self._task.network), torch.no_grad():
             return run(self._network, None, *args, **kwargs)
 
@@ -346,7 +348,7 @@ def update_metrics(
     loss, outputs, losses = found if task.with_loss else (None, found, {})
     args, kwargs = arguments
     targets = args[-1:] if task.loss_fn is not None else [kwargs[n] for n in TARGETS if n in kwargs]
-    target, count = next(iter(targets), None), batches.num_samples(arguments)
+    target, count = next(iter(targets), None), num_samples(arguments)
     for metric in metrics.values():
         metric.losses = losses
         metric.update(outputs=outputs, target=target, loss=loss, num_samples=count)

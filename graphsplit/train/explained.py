@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Signature, leaves
 from graphsplit.batches.microbatches import Division
+from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from graphsplit.batches.batch import Arguments, split_batch
+from graphsplit.batches.signature import Arguments, split_batch
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.feeding.loader_checks import refuse_shares

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Arguments, Signature, split_batch
 from graphsplit.batches.microbatches import Division
+from graphsplit.batches.signature import Arguments, Signature, split_batch
 from graphsplit.capture.graph import Mode
 from graphsplit.check.request import read_request, requested_file, write_refusal
 from graphsplit.errors import GraphsplitError

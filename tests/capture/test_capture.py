@@ -12,7 +12,7 @@ from pass_helpers import captured, find, operations, targets
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.errors import PlacementError
 from graphsplit.planning.passes import capture_graph

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphsplit.batches import batch as batches
+from graphsplit.batches import step_functions
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import CaptureError, ConfigurationError
@@ -17,7 +17,7 @@ LARGEST = {0: 32, 1: 64}
 
 def captured(network: nn.Module, *inputs: torch.Tensor) -> CapturedGraph:
     request = CaptureRequest(
-        network, None, batches.run_predict, Mode.PREDICT, None, inputs, {}, LARGEST
+        network, None, step_functions.run_predict, Mode.PREDICT, None, inputs, {}, LARGEST
     )
     return capture(request)
 
@@ -104,7 +104,7 @@ def test_a_batch_above_the_largest_size_is_refused() -> None:
 
 def test_without_dynamic_dimensions_there_is_nothing_to_bind() -> None:
     request = CaptureRequest(
-        _Scaled(), None, batches.run_predict, Mode.PREDICT, None, (torch.ones(4, 8),), {}
+        _Scaled(), None, step_functions.run_predict, Mode.PREDICT, None, (torch.ones(4, 8),), {}
     )
     assert capture(request).sizes is None
 
@@ -129,7 +129,14 @@ def test_sizes_that_values_decide_are_refused_by_line(
     network: nn.Module, largest: dict[int, int]
 ) -> None:
     request = CaptureRequest(
-        network, None, batches.run_predict, Mode.PREDICT, None, (torch.ones(4, 8),), {}, largest
+        network,
+        None,
+        step_functions.run_predict,
+        Mode.PREDICT,
+        None,
+        (torch.ones(4, 8),),
+        {},
+        largest,
     )
     refusal = r"on the values of a tensor[^\n]*\n  .*test_sizes.py:\d+"
     with pytest.raises(CaptureError, match=refusal):

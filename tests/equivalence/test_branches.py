@@ -14,7 +14,7 @@ from simulated.scattered import Scattered
 from simulated.simulate import Captures
 from torch import nn
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.branching import is_branching, why_together
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import PlacementError

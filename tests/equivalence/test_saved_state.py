@@ -15,7 +15,7 @@ from simulated.reference import EagerLoop
 from simulated.simulate import SimulatedCluster, SimulatedWorker
 from torch import nn
 
-from graphsplit.batches.batch import split_batch
+from graphsplit.batches.signature import split_batch
 from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init
 from graphsplit.job.group import WorkerGroup

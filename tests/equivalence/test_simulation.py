@@ -13,7 +13,7 @@ from simulated.equivalence import assert_same_bits
 from simulated.simulate import SimulatedCluster, SimulatedWorker, SimulationError
 from torch import nn
 
-from graphsplit.batches.batch import Arguments
+from graphsplit.batches.signature import Arguments
 from graphsplit.errors import OwnershipError
 from graphsplit.planning.task import Task
 

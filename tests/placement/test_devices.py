@@ -9,7 +9,7 @@ import torch
 from pass_helpers import captured, placed
 from torch import nn
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.capture.graph import CapturedGraph
 from graphsplit.errors import FrameError, PlacementError

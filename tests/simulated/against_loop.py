@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Arguments, split_batch
+from graphsplit.batches.signature import Arguments, split_batch
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
 from simulated.compare import difference

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import nn
 
-from graphsplit.batches.batch import Arguments, Signature
+from graphsplit.batches.signature import Arguments, Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.checkpoint.forms import kept_forms

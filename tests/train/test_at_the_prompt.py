@@ -14,7 +14,7 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, ConfigurationError, JobFailedError, PlacementError
 from graphsplit.marks.annotations import module_annotation

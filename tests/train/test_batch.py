@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from graphsplit.batches.batch import Signature, fingerprint, loss_of, num_samples, split_batch
+from graphsplit.batches.signature import Signature, fingerprint, num_samples, split_batch
+from graphsplit.batches.step_functions import loss_of
 from graphsplit.errors import ConfigurationError
 
 X, Y = torch.arange(12.0).view(4, 3), torch.arange(4)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of

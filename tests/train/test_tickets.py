@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from graphsplit.batches.batch import Signature
 from graphsplit.batches.microbatches import BatchDescription, Divider
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.errors import FrameError, LoaderMismatchError

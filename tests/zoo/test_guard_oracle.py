@@ -14,7 +14,7 @@ from torch import nn
 from zoo_batches import batches_by
 from zoo_models import MODELS
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.guards.check import Guards
 from graphsplit.guards.values import Frozen, holder_of
