@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from graphsplit.encoding.values import Fixed
+from graphsplit.guards.values import BY_VALUE, freeze, same
+from graphsplit.tensor_meta import has_same_bits
 
 _PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 _COUNTERS_OF_DATA = frozenset(("epoch", "_epoch"))
@@ -160,14 +162,18 @@ def _nested(value: Any, from_array: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal, tensors by their values; not if they do not compare."""
+    """Whether two nested states are equal, bit by bit; not if they do not compare."""
+    if one is other:
+        return True
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(is_same(v, other[k]) for k, v in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
     try:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return torch.equal(one, other)
+            return has_same_bits(one, other)
+        if isinstance(one, (*BY_VALUE, np.generic, np.ndarray)):
+            return same(freeze(one), other)
         return type(one) is type(other) and bool(one == other)
     except (TypeError, ValueError, RuntimeError):
-        return False  # arrays, for example
+        return False

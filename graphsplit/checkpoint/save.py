@@ -27,8 +27,8 @@ from graphsplit.checkpoint.disk.files import (
     TensorFileWriter,
     write_file,
 )
+from graphsplit.checkpoint.disk.layout import FileInfo, FileLayout
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest, expected_names, file_name
-from graphsplit.checkpoint.layout import FileInfo, FileLayout
 from graphsplit.encoding.values import meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.job.group import WorkerGroup, read_message

@@ -25,6 +25,7 @@ from graphsplit.checkpoint.contents import (
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
 from graphsplit.checkpoint.forms import forms_put, kept_forms
 from graphsplit.checkpoint.holder import StateHolder
+from graphsplit.checkpoint.opaque_memory import WHOLE, OpaqueMemory, together
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
 from graphsplit.checkpoint.position import (
@@ -91,6 +92,7 @@ class States:
         run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
         python: Plain attributes, and which parameters are trained.
+        memory: What modules kept whole remember.
         resumption: Set by ``load``, for the next ``train``.
     """
 
@@ -104,6 +106,7 @@ class States:
         self.run: TrainingRun = NoRun()
         self.others = OtherLoaders()
         self.python = PlainState(task)
+        self.memory = OpaqueMemory(lambda: {"network": task.network, "loss": task.loss_fn})
         self.resumption: Resumption | None = None
 
     @property
@@ -111,6 +114,11 @@ class States:
         """How far training has come."""
         steps = self._holder.progress.num_steps
         return Position(steps, self.num_epochs, *self.run.position)
+
+    def begin(self) -> None:
+        """The first call of the Model: what changes from now on belongs to the run."""
+        self.python.begin()
+        self.memory.begin()
 
     # One file.
 
@@ -208,6 +216,7 @@ class States:
             contents.add_section(
                 by_worker.name_of(CALLBACKS, group.rank), states_of(self.run.callbacks)
             )
+            contents.add_section(f"{WHOLE}{group.rank}", self.memory.kept(is_all=False))
             if self._task.num_kept:
                 contents.add_section(*self._kept())
             return contents
@@ -283,6 +292,7 @@ class States:
             source.verify([*self._requests(network, optimizers), *sections])
             values = self._read_sections(source, sections)
             found = _Training.read(values)
+            memory = together([v for n, v in values.items() if n.startswith(WHOLE)])
             say_other_order(self._task, values, group.rank)
             self._load_network(network)
             self._load_optimizers(optimizers)
@@ -294,6 +304,7 @@ class States:
                 value.load_state_dict(values["more"][name])
             if isinstance(values.get("python"), dict):  # not in those of earlier versions
                 self._holder.note_put(self.python.put(values["python"]))
+            self.memory.put_back(memory, is_own=False)
             self._take_over(found, values)
             self._put_kept([v for n, v in values.items() if n.startswith(KEPT)], is_own=False)
             return values
@@ -351,6 +362,7 @@ class States:
             "loader": self._loader_section(process),
             by_worker.name_of(CALLBACKS, rank): states_of(self.run.callbacks),
             by_worker.name_of(RESUMPTION, rank): resumption,
+            f"{WHOLE}{rank}": self.memory.kept(is_all=True),
             **dict([self._kept()] if self._task.num_kept else []),
         }
 
@@ -367,6 +379,7 @@ class States:
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         self._take_over(found, values)
+        self.memory.put_back(values[f"{WHOLE}{rank}"], is_own=True)
         self._put_kept([values.get(f"{KEPT}{rank}", {})], is_own=True)
         self.end_run(values, inside=inside)
 

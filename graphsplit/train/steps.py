@@ -60,7 +60,7 @@ class Calls:
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._states.python.begin()
+            self._states.begin()
 
     def train(
         self,

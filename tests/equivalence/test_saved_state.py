@@ -15,9 +15,11 @@ from simulated.reference import EagerLoop
 from simulated.simulate import SimulatedCluster, SimulatedWorker
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.batches.signature import split_batch
 from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init
+from graphsplit.errors import StateError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -147,3 +149,64 @@ def test_another_number_of_workers_goes_on(
     for worker in second.workers:
         (optimizer,) = worker.task.optimizers
         assert not any(is_elsewhere(key) for key in optimizer.state)
+
+
+class Remembering(nn.Module):
+    """Kept whole, it keeps in its attributes what it likes between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.rate = nn.Linear(8, 8), 0, 1.0
+        self.last: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rate *= 0.5
+        mixed: torch.Tensor = self.inner(x) / self.calls + self.rate
+        for one in self.last:
+            mixed = mixed + 0.1 * one
+        self.last = [*self.last[-1:], mixed.detach().mean(0)]
+        return mixed
+
+
+def remembering(rank: int | None) -> Task:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 8), Remembering(), nn.Linear(8, 8))
+    if rank is not None:
+        gs.opaque(network[1], outputs=torch.empty_like).place("MS_WORKER", rank)
+        network[0].place("MS_WORKER", 0)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return Task(network, rows_against_target, optimizer, "affinity", with_loss=True)
+
+
+def plain_remembering() -> tuple[nn.Module, Any, Any, Any]:
+    task = remembering(None)
+    return task.network, rows_against_target, task.optimizers[0], None
+
+
+def test_what_a_module_kept_whole_remembers_is_saved_by_the_worker_that_runs_it(tmp_path: Path):
+    reference = EagerLoop(plain_remembering)
+    for at, (rank, num_workers) in enumerate([(1, 2), (1, 2), (0, 1), (2, 3)]):
+        cluster = SimulatedCluster(lambda rank=rank: remembering(rank), num_workers)
+        states = states_of(cluster)
+        for one in states:
+            one.begin()
+        if at:
+            run_all(states, lambda one: one.load(tmp_path, extra={}))
+        train(cluster, reference, BATCHES[at : at + 2])
+        run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
+
+
+def test_what_script_and_kept_whole_code_both_change_is_refused_by_name(tmp_path: Path):
+    cluster = SimulatedCluster(lambda: remembering(1), 2)
+    states = states_of(cluster)
+    for one in states:
+        one.begin()
+        one._task.network[1].calls = 5
+    cluster.train_step(split_batch(BATCHES[0], has_loss_fn=True))
+    run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
+    groups: list[Any] = [one._holder.group() for one in states]
+    found = together(groups, lambda group: states[group.rank].load(tmp_path, extra={}))
+    for error in found:
+        assert isinstance(error, StateError)
+        assert "'1' is kept whole, and its attribute 'calls' was saved with other" in str(error)

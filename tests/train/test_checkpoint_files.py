@@ -16,7 +16,7 @@ from simulated.compare import difference
 
 from graphsplit.checkpoint.disk import files
 from graphsplit.checkpoint.disk.files import TensorFile, TensorFileWriter, write_file
-from graphsplit.checkpoint.layout import (
+from graphsplit.checkpoint.disk.layout import (
     INFO_KEY,
     FileInfo,
     FileLayout,

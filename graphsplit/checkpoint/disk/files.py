@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from graphsplit.checkpoint.layout import (
+from graphsplit.checkpoint.disk.layout import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
     FileInfo,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from graphsplit.checkpoint.disk.files import FileRecord
-from graphsplit.checkpoint.layout import FORMAT_VERSION, check_version
+from graphsplit.checkpoint.disk.layout import FORMAT_VERSION, check_version
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError, integer
 from graphsplit.encoding.values import from_text

@@ -7,6 +7,7 @@ builds them: each is told first who owns what, and then given its values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from graphsplit.capture.state.kept_names import register_again
 from graphsplit.checkpoint.contents import parameters_of
+from graphsplit.checkpoint.opaque_memory import OpaqueMemory
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.distribute.network import behind
 from graphsplit.distribute.states import hide_others, show_here, state_of
@@ -24,7 +26,6 @@ from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
-from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.share import put_settings, settings_of
 from graphsplit.torch_ext.attributes import note_stepped
 
@@ -41,7 +42,7 @@ class LoopNetworks:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._number = len(loop.networks)
-        self._whole = [WholeModules(net, None) for _, net in self._all()]
+        self._memories = [OpaqueMemory(partial(dict, network=net)) for _, net in self._all()]
 
     def _all(self) -> Iterator[tuple[int, nn.Module]]:
         """Those that are in use, each with its number."""
@@ -70,7 +71,7 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        for (index, network), whole in zip(self._all(), self._whole, strict=True):
+        for (index, network), memory in zip(self._all(), self._memories, strict=True):
             if is_deferred(network):
                 continue  # not used yet
             path = f"net{index}"
@@ -81,7 +82,7 @@ class LoopNetworks:
                 "trained": [p.requires_grad for p in network.parameters()],
                 "modes": [module.training for module in network.modules()],
                 "attributes": machinery.python_values(),
-                "whole": whole.kept(),
+                "whole": memory.kept(is_all=True),
                 "extra": _extra_states(network),
             }
             own = add_tensors(named_state(network, None), path, tensors)
@@ -100,11 +101,11 @@ class LoopNetworks:
 
     def put_back(self, nodes: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Let all be as it was."""
-        known = {index: (net, self._whole[at]) for at, (index, net) in enumerate(self._all())}
+        known = {index: (net, self._memories[at]) for at, (index, net) in enumerate(self._all())}
         for index, node, names in nodes:
             if index not in known:
                 raise StateError(_OTHERWISE)
-            network, whole = known[index]
+            network, memory = known[index]
             machinery = behind(network)
             assert machinery is not None
             values = decode(node, lambda name: tensors[name].clone())
@@ -112,7 +113,7 @@ class LoopNetworks:
                 machinery.settle_as(values["owners"])
             register_again(network, values["attributes"])
             machinery.put_python_values(values["attributes"])
-            whole.put_back([values["whole"]])
+            memory.put_back(values["whole"], is_own=True)
             for parameter, is_trained in zip(network.parameters(), values["trained"], strict=True):
                 parameter.requires_grad_(is_trained)
             for module, mode in zip(network.modules(), values["modes"], strict=True):

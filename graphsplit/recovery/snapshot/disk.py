@@ -26,6 +26,7 @@ from typing import Any
 
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import KEPT, CheckpointContents
+from graphsplit.checkpoint.opaque_memory import WHOLE
 from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
@@ -35,8 +36,7 @@ from graphsplit.security.private_files import replace_file
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
-VERSION = 2
-WHOLE = "whole "  # and a rank: what modules kept whole remember there
+VERSION = 3
 MAX_BYTES = 1 << 30
 KEEP = 2
 WRITTEN, COMPLETE = "written", "complete"

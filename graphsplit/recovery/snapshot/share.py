@@ -31,9 +31,8 @@ from graphsplit.optimizers.ownership import Elsewhere, is_elsewhere
 from graphsplit.planning.task import Task, named_state, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
-from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
+from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
-from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
@@ -104,7 +103,6 @@ class ModelSnapshot:
         self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
         self._is_checked = False
         self._encoder = Encoder()
-        self._whole = WholeModules(task.network, task.loss_fn)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
         self._num_left_out = Elsewhere.num_left_out
@@ -175,7 +173,6 @@ class ModelSnapshot:
             task = self.task
             self._loss_fn = task.loss_fn
             self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
-            self._whole = WholeModules(task.network, task.loss_fn)
             self._known, self._owned = None, []
 
     def keep_whole_start(self) -> None:
@@ -250,7 +247,6 @@ class ModelSnapshot:
         contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
         contents.add_section("forms", kept_forms(task))
         contents.add_section("attributes", self.engine.planner.python_values.kept())
-        contents.add_section(f"{WHOLE}{rank}", self._whole.kept())
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
         for section, value in self.states.sections(process).items():
@@ -382,7 +378,6 @@ class ModelSnapshot:
     def _put_what_is_trained(self, sections: Mapping[str, Any]) -> None:
         """Which parameters are trained, and what Python code keeps in attributes."""
         self.engine.planner.python_values.put_back(sections["attributes"])
-        self._whole.put_back([v for name, v in sections.items() if name.startswith(WHOLE)])
         put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
 
     def _name_all(self, parameters: Sequence[torch.Tensor]) -> list[str]:
