@@ -77,20 +77,31 @@ class Annotation:
     replicas: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
 
-    def blocks(self, num_parts: int) -> tuple[int, ...]:
-        """How many of some microbatches each replica runs: what is over goes to the first ones."""
+    def blocks(self, num_parts: int, *, to_last: bool = False) -> tuple[int, ...]:
+        """How many of some microbatches each replica runs.
+
+        Args:
+            num_parts: How many there are.
+            to_last: Whether what is over goes to the last replicas, and not to the first ones.
+        """
         shares = self.rows or (1,) * len(self.replicas)
         sizes = [num_parts * share // sum(shares) for share in shares]
         over = [num_parts * share % sum(shares) for share in shares]
-        by_rest = sorted(range(len(shares)), key=lambda index: -over[index])
+        line = range(len(shares) - 1, -1, -1) if to_last else range(len(shares))
+        by_rest = sorted(line, key=lambda index: -over[index])
         for index in by_rest[: num_parts - sum(sizes)]:
             sizes[index] += 1
         return tuple(sizes)
 
     def block_of(self, part: int, num_parts: int) -> int:
-        """The replica, by its index, that runs a microbatch: replicas run contiguous blocks."""
-        ends = itertools.accumulate(self.blocks(num_parts))
-        return next(index for index, end in enumerate(ends) if part < end)
+        """The replica, by its index, that runs a microbatch: replicas run contiguous blocks.
+
+        Args:
+            part: Its number; below 0, from -1 for the last one, where the last replicas get more.
+            num_parts: How many there are.
+        """
+        ends = itertools.accumulate(self.blocks(num_parts, to_last=part < 0))
+        return next(index for index, end in enumerate(ends) if part % num_parts < end)
 
     def in_lane(self, part: int, num_parts: int) -> Annotation:
         """The placement of one microbatch."""

@@ -37,7 +37,7 @@ def lanes_of(annotations: Iterable[Annotation], parts: range, num_parts: int) ->
 
     Args:
         annotations: Placements on several workers.
-        parts: The microbatches, by their numbers in the batch.
+        parts: The microbatches, by their numbers in the batch, or as ``block_of`` takes them.
         num_parts: How many the whole batch has.
     """
     ways = list({(len(a.replicas), a.rows): a for a in annotations}.values())
@@ -64,7 +64,7 @@ def in_lane(rules: PlacementRules, part: int, num_parts: int) -> PlacementRules:
 
     Args:
         rules: The rules for all.
-        part: One of the lane's microbatches.
+        part: One of the lane's microbatches, as for ``block_of``.
         num_parts: How many the batch has.
     """
     modules = {path: a.in_lane(part, num_parts) for path, a in rules.modules.items()}

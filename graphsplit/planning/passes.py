@@ -168,7 +168,7 @@ def make_plan(
         refuse_unreplicable(graph, replicas, task.divider.num_microbatches, part.start)
     check_graph(graph)
     num_parts = together if is_evaluated else part.num_parts or part.num_microbatches
-    lanes = lanes_of(replicas.values(), part.parts, num_parts)
+    lanes = lanes_of(replicas.values(), part.shared, num_parts)
     rules = replace(rules, in_lanes=len(lanes) > 1)
     plans: list[PartitionPlan] = []
     torn: list[frozenset[str]] = [frozenset()]
@@ -182,7 +182,8 @@ def make_plan(
             torn.append(found)
             rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
     modules = [in_lane(rules, lane.start, num_parts).modules for lane in lanes]
-    plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
+    start = part.shared.start
+    plan = merge_lanes(plans, [range(x.start - start, x.stop - start) for x in lanes])
     plan = with_chains(borrowed_together(plan), modules)
     if together > 1 and is_evaluated_apart(graph):
         plan = replace(plan, together=together)

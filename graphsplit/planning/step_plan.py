@@ -6,6 +6,9 @@ other; only the first sets gradients to None, only the last steps the optimizer:
     plan of 3 rows   ZERO_GRADIENTS  F0 F1  B0 B1
     plan of 2 rows                                 F0 F1  B0 B1  OPTIMIZER
 
+Replicas share the microbatches of each plan among all of them, for a plan waits for the one before;
+but where parts of gradients are kept for each microbatch, it runs where it would in any batch.
+
 A microbatch that leaves Python values with which the next one may have another graph runs by
 itself, too.
 """
@@ -268,7 +271,7 @@ def _plan_microbatches(
             is_microbatched=True,
             adds_up=planner.sums is not None and is_last,
             start=sum(sizes) if has_replicas else 0,
-            num_parts=num_parts if has_replicas else 0,
+            num_parts=num_parts if has_replicas and num_kept else 0,
             exchange=when,
         )
         plans.append(planner.plan_for(found, part, note=note))

@@ -32,7 +32,7 @@ class StepPart(NamedTuple):
         is_microbatched: Whether the batch was split, if only into one.
         adds_up: Whether they end a batch whose parts of gradients were kept apart.
         start: The number of the first of them in the batch, where replicas share it.
-        num_parts: How many microbatches the batch has, where replicas share it; 0: these alone.
+        num_parts: How many microbatches replicas share: all of the batch; 0: these alone.
         exchange: When they exchange parts of gradients.
     """
 
@@ -49,6 +49,16 @@ class StepPart(NamedTuple):
     def parts(self) -> range:
         """The microbatches by their numbers in the batch."""
         return range(self.start, self.start + self.num_microbatches)
+
+    @property
+    def shared(self) -> range:
+        """The microbatches by their numbers among those that replicas share.
+
+        Below 0 behind others of the batch: of these the first replicas have had more.
+        """
+        if self.num_parts:
+            return self.parts
+        return range(-self.num_microbatches, 0) if self.start else range(self.num_microbatches)
 
 
 WHOLE_STEP = StepPart()

@@ -318,8 +318,19 @@ def test_blocks_are_contiguous_and_in_proportion(
 ) -> None:
     placed = Annotation(4, "", replicas=(4, 7, 5), rows=rows)
     assert placed.blocks(num_parts) == expected
+    late = [placed.block_of(part, num_parts) for part in range(-num_parts, 0)]
+    assert late == sorted(late) and len(late) == num_parts
     ranks = [placed.in_lane(part, num_parts).rank for part in range(num_parts)]
     assert ranks == [r for r, size in zip((4, 7, 5), expected, strict=True) for _ in range(size)]
+
+
+def test_behind_others_of_the_batch_the_last_replicas_have_more() -> None:
+    placed = Annotation(4, "", replicas=(4, 7, 5), rows=(2, 1, 1))
+    assert placed.blocks(3, to_last=True) == (1, 1, 1) == placed.blocks(3)
+    assert placed.blocks(5, to_last=True) == (3, 1, 1)
+    even = Annotation(4, "", replicas=(4, 7, 5))
+    assert [even.in_lane(part, 4).rank for part in range(-4, 0)] == [4, 7, 5, 5]
+    assert [even.in_lane(part, 1).rank for part in range(-1, 0)] == [5]
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 0), (1, 2.0), (1, True), 3])

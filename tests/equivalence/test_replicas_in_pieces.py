@@ -138,6 +138,21 @@ def test_pieces_change_no_bits(order: Any, schedule: str) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_batches_of_two_shapes_run_in_pieces_on_all_replicas(order: Any) -> None:
+    cluster = same_over_two(
+        Layers,
+        batches_of(20, 6, num=1),  # eight microbatches: 3 3 3 3, and 2 2 2 2
+        microbatches=8,
+        gradient_order=order,
+        evaluate_after=(),
+    )
+    plans = [one.plan for one in cluster.workers[0].planner._plans.values()]
+    assert [plan.lanes for plan in plans] == 2 * [(range(2), range(2, 4))]
+    assert all(len(plan.segments) >= 6 for plan in plans)
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_a_tied_head_over_three_replicas() -> None:
     assert_same_bits(
         SmallGPT,
