@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -84,6 +84,13 @@ def is_watchable(kind: type) -> bool:
         return "__module__" in vars(kind)  # of code that exec was given, with no name for it
     module = sys.modules.get(kind.__module__)
     return is_made_by_hand(kind.__module__) if module is None else is_watchable_module(module)
+
+
+def is_hung_on(value: Any) -> bool:
+    """Whether a script has hung this on a class that is not its own: ``nn.Linear.gain = 2.0``."""
+    if isinstance(value, FunctionType):
+        return is_users(value.__code__.co_filename)
+    return not hasattr(type(value), "__get__")
 
 
 def is_watchable_module(module: ModuleType) -> bool:

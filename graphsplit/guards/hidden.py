@@ -7,14 +7,16 @@ thread sees of them; a weak reference leads to an object, multiprocessing.Value 
 
 from __future__ import annotations
 
+import decimal
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import pairwise
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
@@ -28,13 +30,9 @@ _VIEWS: tuple[type, ...] = (
     type(_EMPTY.items()),
 )
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-# Of these, objects hold values of the user's; those of others have their own lives (threads).
-_HOLDING_MODULES = frozenset(
-    (
-        *("_thread", "_weakrefset", "collections", "configparser", "functools", "queue", "string"),
-        *("types", "weakref"),
-    )
-)
+# Packages whose objects keep what they were given in a dictionary of attributes. Those that draw
+# random numbers are looked at when they do; annotations hold nothing.
+_HOLDING = (sys.stdlib_module_names | {"networkx", "numpy"}) - {"builtins", "random", "typing"}
 
 
 def hidden_places(value: Any, label: str) -> Iterator[Place]:
@@ -48,6 +46,9 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
     elif isinstance(value, memoryview):
         if isinstance(value.obj, CONTAINERS):
             yield itself(value.obj, label)
+    elif isinstance(value, decimal.Context):
+        for name in ("prec", "rounding"):
+            yield Place(PlaceKind.FIELD, value, name, f"{label}.{name}")
     elif isinstance(value, BaseException):
         yield Place(PlaceKind.FIELD, value, "args", f"{label}.args")
     elif isinstance(value, logging.Logger):  # what decides whether it logs, but for its cache
@@ -81,6 +82,7 @@ def cached_results(cache: Any, label: str) -> Iterator[Place]:
 
 def _may_hold(value: Any) -> bool:
     """Whether an object of Python's own keeps values of the user's in its attributes."""
-    if isinstance(value, (threading.local, threading.Event)):
+    if isinstance(value, threading.local):  # one of a class of the user's, too
         return True
-    return type(value).__module__ in _HOLDING_MODULES and not isinstance(value, type)
+    package = type(value).__module__.partition(".")[0]
+    return package in _HOLDING and not isinstance(value, (type, ModuleType))

@@ -13,6 +13,7 @@ are no state. Afterwards everything is put back as it was, so that a capture lea
 
 from __future__ import annotations
 
+import builtins
 import functools
 import gc
 import importlib.util
@@ -39,6 +40,7 @@ from graphsplit.guards.by_name import AskedByName
 from graphsplit.guards.classes import (
     HookedClasses,
     Hooks,
+    is_hung_on,
     is_watchable,
     is_watchable_module,
     is_watched_code,
@@ -62,6 +64,7 @@ from graphsplit.torch_ext.private import FakeTensor
 
 # Between a control-flow operator and the call in which the user gave it its functions.
 _MAX_FRAMES_OF_TORCH = 8
+_BUILTINS = frozenset(vars(builtins))
 _NOT_READ = frozenset(("__class__", "__doc__", "__module__"))
 # What asks for all attributes at once: the code itself, and copy and pickle, which then read in C.
 _ALL_READ = frozenset(("__dict__", "__reduce_ex__", "__reduce__", "__getstate__"))
@@ -255,7 +258,8 @@ class ReadRecorder(ValueVisitor):
         facts = facts_of(code)
         self._nested.update((id(inner), inner) for inner in facts.nested)
         self._note_globals(held, facts, code)
-        self.by_name.watch(held, facts.globals_read)
+        if code.co_name != "<module>" or code.co_filename.startswith("<"):
+            self.by_name.watch(held, facts.globals_read)  # what an import runs may keep them
         self._note_imports(facts, held)
         if "__class__" in facts.attributes:
             self.ask_classes()
@@ -313,6 +317,9 @@ class ReadRecorder(ValueVisitor):
             if name.startswith("__") and name.endswith("__"):
                 continue
             value, label = held.get(name, MISSING), f"{where}: {name}"
+            if value is MISSING and name not in _BUILTINS:  # the script may have put it there
+                self.note_read(entry(vars(builtins), name, f"builtins.{name}", source), items)
+                self.meet(vars(builtins).get(name), label)
             is_apart = isinstance(value, ModuleType) and not is_watchable_module(value)
             is_apart |= isinstance(value, WITHOUT_VALUES) and where.startswith("<")  # eval's
             if is_apart or _is_put_there_by_capture(value) or self.by_name.has_put(held, name):
@@ -354,6 +361,8 @@ class ReadRecorder(ValueVisitor):
         try:
             place = self._place_of(one, held, name, value)
             is_whole = place is None
+            if value is MISSING:
+                self._note_absent_in(type(one).__mro__, name)
             if place is not None:
                 is_whole = self.note_read(place, self._items_asked_for(value))
                 self.meet(value, place.label)
@@ -414,7 +423,7 @@ class ReadRecorder(ValueVisitor):
                 if slot_of(kind, name) is not None:
                     return Place(PlaceKind.SLOT, one, name, label, self._where(held)[0])
                 self._note_absence(one, held, name, label, kind)
-                if not is_watchable(kind):
+                if not is_watchable(kind) and not is_hung_on(vars(kind)[name]):
                     return None
                 where = f"{kind.__qualname__}.{name}"
                 return Place(PlaceKind.CLASS, kind, name, where, self._where(held)[0])
@@ -424,11 +433,11 @@ class ReadRecorder(ValueVisitor):
         """The attribute that would hide a class's, if it were there."""
         if held is not None and not hasattr(type(vars(owner)[name]), "__set__"):
             self.note(entry(held, name, label, *self._where(held)))
-        for kind in type(one).__mro__:
-            if kind is owner:
-                return
-            if is_watchable(kind):
-                self.note(Place(PlaceKind.CLASS, kind, name, f"{kind.__qualname__}.{name}"))
+        self._note_absent_in(type(one).__mro__[: type(one).__mro__.index(owner)], name)
+
+    def _note_absent_in(self, kinds: tuple[type, ...], name: str) -> None:
+        for kind in filter(is_watchable, kinds):
+            self.note(Place(PlaceKind.CLASS, kind, name, f"{kind.__qualname__}.{name}"))
 
     def _where(self, held: Any) -> tuple[str, str | None]:
         """The user's line that is running, and the path of the module that is read."""

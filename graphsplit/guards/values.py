@@ -156,12 +156,28 @@ def thaw(frozen: Any) -> Any:
         return _array_of(frozen)
     if isinstance(frozen.container, SimpleNamespace):
         return kind(**dict(zip(frozen.keys, items, strict=True)))
-    made = frozen.container.copy() if hasattr(frozen.container, "copy") else None
+    made = frozen.container.copy() if hasattr(kind, "copy") else None
     if isinstance(frozen.container, (dict, list, deque, set)) and type(made) is not kind:
-        made = copy.copy(frozen.container)  # copy() of a class of the user's gives its base
+        made = _copied(frozen.container)  # copy() of a class of the user's gives its base
     if made is None or type(made) is not kind:  # a tuple, named or not
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     _fill(made, frozen.keys, items)
+    return made
+
+
+def _copied(container: Any) -> Any:
+    """A container as ``copy.copy`` gives it, or empty: its items are filled in.
+
+    ``copy.copy`` would ask one whose ``__getattr__`` is ``dict.get`` for ``__setstate__``.
+    """
+    kind = type(container)
+    if hasattr(kind, "__copy__") or hasattr(kind, "__setstate__"):
+        return copy.copy(container)
+    make, arguments, state, *_ = container.__reduce_ex__(4)
+    made = make(*arguments)
+    of_dictionary, of_slots = state if isinstance(state, tuple) else (state, None)
+    for name, value in ((of_dictionary or {}) | (of_slots or {})).items():
+        object.__setattr__(made, name, value)
     return made
 
 

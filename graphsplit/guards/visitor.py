@@ -325,7 +325,8 @@ class ValueVisitor:
                 known |= vars(kind).keys()
         for name in names & known:
             is_asked = name in self.special and isinstance(holder, type)
-            if _is_special(name) and not is_asked:
+            is_plain = isinstance(vars(holder).get(name), (dict, str))  # annotations, a text
+            if _is_special(name) and not is_asked and not is_plain:
                 continue
             place = named_place(holder, name, f"{label}.{name}")
             self.note(place)

@@ -59,7 +59,10 @@ def _predicates(answers: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
 
 def _for_torch_alone(truth: Callable[[], bool]) -> Callable[[], bool]:
     def answer() -> bool:
-        return truth() if _is_below_nn(sys._getframe(1).f_code.co_filename) else False
+        asker = sys._getframe(1)
+        while asker.f_code.co_name in _PREDICATES and asker.f_back is not None:
+            asker = asker.f_back  # torch._dynamo.is_compiling() asks for its caller
+        return truth() if _is_below_nn(asker.f_code.co_filename) else False
 
     return answer
 

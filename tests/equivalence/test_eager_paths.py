@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,15 +26,46 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("question", ["is_exporting", "is_compiling", "is_dynamo_compiling"])
+QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "exporting": lambda h: torch.compiler.is_exporting(),
+    "compiling": lambda h: torch.compiler.is_compiling(),
+    "compiling by dynamo": lambda h: torch.compiler.is_dynamo_compiling(),
+    "by its older name": lambda h: torch._dynamo.is_compiling(),
+    "by its oldest name": lambda h: torch._utils.is_compiling(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch._utils.is_compiling` is deprecated")
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_networks_are_told_that_nothing_is_compiled(question: str) -> None:
     # transformers made attention masks that it leaves out in eager mode; gradients had other bits.
     class Asking(Layer):
         def forward(self, x):
             h = self.linear(x)
-            return h * 3 if getattr(torch.compiler, question)() else h * 2
+            return h * 3 if QUESTIONS[question](h) else h * 2
 
     assert_same_wherever_placed(Asking, batches_of(4, 8), placements=range(3))
+
+
+def test_a_module_that_forward_imports_first_keeps_pythons_own_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "kind = type\nclass Meta(type): pass\ndef gain(): return getattr(Meta, 'late', 2.0)\n"
+    (tmp_path / "imported_by_forward.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found: list[ModuleType] = []
+
+    class Importing(Layer):
+        def forward(self, x):
+            import imported_by_forward as found_here  # type: ignore[import-not-found]
+
+            kinds: type[Any] | type[int] = type[int]
+            found[:] = [found_here]
+            return self.linear(x) * found_here.gain() * (kinds == type[int])
+
+    assert_same_wherever_placed(Importing, batches_of(4, 8), placements=range(3))
+    assert found[0].kind is type
+    assert found[0].Meta.__bases__ == (type,)
 
 
 def masked(*masks: torch.Tensor) -> list[Any]:

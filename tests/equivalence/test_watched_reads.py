@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
+import concurrent.futures
 import contextvars
 import copy
 import ctypes
@@ -11,6 +13,7 @@ import functools
 import importlib
 import logging
 import multiprocessing
+import optparse
 import queue
 import sys
 import threading
@@ -20,6 +23,8 @@ from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
+import networkx
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -322,6 +327,70 @@ def _decimals() -> tuple[Weigh, SetWeight]:
     return read, lambda value: setattr(decimal.getcontext(), "prec", int(value))
 
 
+def _own_decimals() -> tuple[Weigh, SetWeight]:
+    own = decimal.Context()
+    third = decimal.Decimal(1), decimal.Decimal(3)
+    return lambda: float(own.divide(*third)), lambda value: setattr(own, "prec", int(value))
+
+
+def _promised() -> tuple[Weigh, SetWeight]:
+    promise: concurrent.futures.Future[float] = concurrent.futures.Future()
+
+    def write(value: float) -> None:
+        if not promise.done():
+            promise.set_result(value)
+
+    return lambda: promise.result() if promise.done() else 1.0, write
+
+
+def _polynomial(made: Any, coefficients: Any) -> tuple[Weigh, SetWeight]:
+    return lambda: float(made(0.5)), lambda value: coefficients.__setitem__(0, value)
+
+
+def _edge() -> tuple[Weigh, SetWeight]:
+    graph = networkx.DiGraph()
+    graph.add_edge(0, 1, weight=1.0)
+    read = lambda: sum(graph[u][v]["weight"] for u, v in graph.edges)  # noqa: E731
+    return read, lambda value: graph.add_edge(0, int(value), weight=value)
+
+
+def _built_in() -> tuple[Weigh, SetWeight]:
+    return _attribute(builtins, lambda: of_a_test, "of_a_test")  # type: ignore[name-defined]  # noqa: F821
+
+
+def _on_torchs_class() -> tuple[Weigh, SetWeight]:
+    layer = nn.Bilinear(1, 1, 1)
+    return _attribute(nn.Bilinear, lambda: layer.of_a_test, "of_a_test")
+
+
+def _class_gets() -> tuple[Weigh, SetWeight]:
+    class Slotted:
+        __slots__ = ()
+
+    one = Slotted()
+    return lambda: getattr(one, "late", 1.0), lambda value: setattr(Slotted, "late", value)
+
+
+def _annotated() -> tuple[Weigh, SetWeight]:
+    class Fields:
+        first: float
+
+    def write(value: float) -> None:
+        Fields.__annotations__[f"of_{value}"] = float
+
+    return lambda: float(len(Fields.__annotations__)), write
+
+
+class Dotted(dict[str, Any]):
+    __getattr__ = dict.get
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+def _dotted() -> tuple[Weigh, SetWeight]:
+    held = Dotted(weight=1.0, inner=Dotted())
+    return lambda: held.weight * 1.0, lambda value: held.update(weight=value)
+
+
 WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "computed name of a module": lambda: _computed_name(settings),
     "computed name of a class": lambda: _computed_name(Holder),
@@ -370,6 +439,17 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "dispatch": _dispatched,
     "keys that look alike": _unlike_keys,
     "cache that is cleared": _cached,
+    "context of decimals": _own_decimals,
+    "result of a future": _promised,
+    "options of optparse": lambda: _attribute(o := optparse.Values(), lambda: o.weight),
+    "polynomial": lambda: _polynomial(p := np.poly1d([1.0, 2.0]), p.coeffs),
+    "newer polynomial": lambda: _polynomial(p := np.polynomial.Polynomial([1.0, 2.0]), p.coef),
+    "edges of a graph": _edge,
+    "name among Python's own": _built_in,
+    "attribute that a script has hung on a class of torch": _on_torchs_class,
+    "attribute that a class gets": _class_gets,
+    "annotations": _annotated,
+    "dictionary that has all attributes": _dotted,
     "cache without a bound": lambda: _cached(maxsize=None),
 }
 

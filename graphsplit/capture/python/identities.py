@@ -98,6 +98,9 @@ class _OfTypes(type):
 class _Types(type, metaclass=_OfTypes):
     """Stands for ``type`` among the globals of code that is recorded."""
 
+    def __class_getitem__(cls, kind: Any) -> Any:
+        return type[kind]
+
 
 class _AnswersForClass(torch.Tensor):
     """Stands between the class of tensors without values and its base: ``isinstance`` asks too."""
