@@ -10,9 +10,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.security.options import SecurityOptions, read_options
+from graphsplit.security.options import (
+    TOKEN_FIX,
+    TRUSTED_NETWORK,
+    SecurityOptions,
+    token_problem,
+)
 
 SCHEDULER_ROLE = "MS_SCHED"
 WORKER_ROLE = "MS_WORKER"
@@ -34,6 +40,8 @@ _FALSE = ("", "0", "false", "no", "off")
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 _LABEL = re.compile(r"(?![0-9]+$)[\w.%/@-]{1,128}", re.A)
 _MAX_LABELS_CHARS = 500
+_TRANSPORT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_FILES = ("GS_TLS_CA", "GS_TLS_CERT", "GS_TLS_KEY")
 _RANK = re.compile(r"[+-]?[0-9]{1,9}")
 
 
@@ -177,7 +185,7 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         labels=_read_labels(reader),
         trace=reader.text("GS_TRACE"),
         watching=_read_watching(reader),
-        security=read_options(reader),
+        security=_read_options(reader),
     )
 
 
@@ -213,9 +221,66 @@ def read_security(environ: Mapping[str, str]) -> SecurityOptions:
         ConfigurationError: Some are malformed. Names every one of them.
     """
     reader = _Reader(environ)
-    options = read_options(reader)
+    options = _read_options(reader)
     reader.raise_if_any()
     return options
+
+
+def _read_options(reader: _Reader) -> SecurityOptions:
+    files = {name: reader.text(name) for name in _FILES}
+    for name, value in files.items():
+        if not value and any(files.values()):
+            fix = "set all three, or none; `graphsplit certs` makes them"
+            reader.problem(name, f"a file, as {' and '.join(_FILES)} belong together", fix)
+    token, token_file = reader.text("GS_JOB_TOKEN"), reader.text("GS_JOB_TOKEN_FILE")
+    expected = token_problem(token) if token else None
+    if expected is not None:
+        reader.problem("GS_JOB_TOKEN", expected, TOKEN_FIX, is_secret=True)
+    if token and token_file:
+        expected = "unset, as GS_JOB_TOKEN is set"
+        reader.problem("GS_JOB_TOKEN_FILE", expected, "unset one of the two")
+    return SecurityOptions(
+        tls_ca=files["GS_TLS_CA"],
+        tls_cert=files["GS_TLS_CERT"],
+        tls_key=files["GS_TLS_KEY"],
+        job_token=token,
+        job_token_file=token_file,
+        trusts_network=_trusts_network(reader),
+        unencrypted=_unencrypted(reader),
+        networks=_networks(reader),
+    )
+
+
+def _trusts_network(reader: _Reader) -> bool:
+    value = reader.text("GS_INSECURE")
+    if value not in ("", TRUSTED_NETWORK):
+        fix = "better: unset it, and protect the job by certificates or by GS_JOB_TOKEN"
+        reader.problem("GS_INSECURE", f"{TRUSTED_NETWORK}, or unset", fix)
+    return value == TRUSTED_NETWORK
+
+
+def _networks(reader: _Reader) -> tuple[str, ...]:
+    try:
+        return tuple(str(ip_network(one)) for one in _listed(reader, "GS_WORKER_NETWORKS"))
+    except ValueError:
+        expected = "IP addresses or networks, with commas between them"
+        fix = "for example GS_WORKER_NETWORKS=10.1.0.0/16,192.168.7.3"
+        reader.problem("GS_WORKER_NETWORKS", expected, fix)
+        return ()
+
+
+def _listed(reader: _Reader, name: str) -> list[str]:
+    parts = (part.strip() for part in reader.text(name).split(","))
+    return [part for part in parts if part]
+
+
+def _unencrypted(reader: _Reader) -> tuple[str, ...]:
+    names = tuple(_listed(reader, "GS_ALLOW_UNENCRYPTED"))
+    if not all(_TRANSPORT_NAME.fullmatch(name) for name in names):
+        expected = "names of transports, with commas between them"
+        reader.problem("GS_ALLOW_UNENCRYPTED", expected, "for example GS_ALLOW_UNENCRYPTED=gloo")
+        return ()
+    return names
 
 
 def recovery_policy(environ: Mapping[str, str]) -> str:
