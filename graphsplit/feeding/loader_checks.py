@@ -23,6 +23,7 @@ from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.readers import parts_of
+from graphsplit.text import first_difference
 from graphsplit.torch_ext.replaced import READ_LOADER
 
 # A number of shares, and which one is meant: torch and transformers, Hugging Face's data sets,
@@ -112,13 +113,10 @@ def compare_loaders(loader: Any, group: WorkerGroup, *, with_states: bool) -> No
 
 def _first_difference(told: list[str]) -> str:
     """The first difference between worker 0 and another; empty if nothing does."""
-    first = told[0].split("\n")
     for rank, text in enumerate(told):
-        lines = text.split("\n")
-        if lines != first:
-            mine, theirs = next(
-                pair for pair in zip([*first, ""], [*lines, ""], strict=False) if pair[0] != pair[1]
-            )
+        found = first_difference(told[0], text)
+        if found is not None:
+            _, mine, theirs = found
             return (
                 f"the loaders of workers 0 and {rank} differ at the start of train\n"
                 f"  worker 0: {mine}\n  worker {rank}: {theirs}\n"
