@@ -22,6 +22,7 @@ from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.copies import as_copies, check_current, make_copies, others_of
 from graphsplit.distribute.following.casts import casting_dtype
 from graphsplit.distribute.following.operands import taken_apart
+from graphsplit.distribute.given_buffers import take_over_given, watch_buffers
 from graphsplit.distribute.parameters import Gradients, mark_of
 from graphsplit.distribute.states import state_of
 from graphsplit.distribute.steps import install
@@ -95,6 +96,7 @@ def distribute(
     _give_class(net, Distributed(task, job))
     install(net, Loop.of(job))
     watch_loaders(_has_others)
+    watch_buffers()
     return net
 
 
@@ -185,6 +187,7 @@ class Distributed:
         originals, together, _ = taken_apart(*arguments)
         plain = [_plain(one) for one in originals]
         given = together(plain)
+        take_over_given(self._task.network, self._loop)
         with self._as_itself():
             if dtype not in self._casting:
                 task = dataclasses.replace(self._task, autocast=dtype)
@@ -225,6 +228,7 @@ class Distributed:
 
     def _within(self, name: str, run: Any, *args: Any) -> Any:
         def inside() -> Any:
+            take_over_given(self._task.network, self._loop)
             with self._as_itself():
                 return run(*args)
 
@@ -273,6 +277,7 @@ class Distributed:
     def copy(self, memo: dict[int, Any]) -> Any:
         """A copy of the network, each tensor of which lives where the one before it does."""
         network: Any = self._task.network
+        take_over_given(network, self._loop)
         owners = self.calls.planner.owners
         tensors = owned_state(self._tensors())
         with self._as_itself(), DisableTorchFunctionSubclass():

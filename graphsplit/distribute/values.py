@@ -204,7 +204,7 @@ class LoopValue(torch.Tensor):
         kind = type(tensor)
 
         def mark() -> Any:  # where the tensor comes to live on one worker, others cannot tell
-            return type(tensor) is kind and writes_of(tensor)
+            return writes_of(tensor) if type(tensor) is kind else None
 
         self.loop.twins.add(tensor, Twin("data", self.held, lambda _: False, mark))
         return self.everywhere().clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -394,7 +395,26 @@ def in_one_piece(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+def renewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Statistics of BatchNorm are other tensors now and then, as when weights were averaged."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    net = distribute(placed(net, list(net), ranks))
+    optimizer, norm = torch.optim.SGD(net.parameters(), lr=0.1), net[1]
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            norm.running_mean = torch.zeros_like(norm.running_mean)
+            norm.running_var = 0.9 * norm.running_var + 0.1
+            yield norm.running_var.sum().item()
+            other = copy.deepcopy(net).eval()
+            yield other(torch.ones(2, 8)).tolist(), other.state_dict()
+    yield net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
+    renewed,
     carried,
     measured,
     of_keys,

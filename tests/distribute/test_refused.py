@@ -349,6 +349,10 @@ def of_another_worker(kind: str) -> Loop:
             yield value.sum()
         elif kind == "data of a gradient":
             b.data = a.grad
+        elif kind == "buffer":
+            net.factor = value = net.factor * 2
+            net(torch.ones(6, 8))
+            yield value.sum()
         elif kind == "gradient":
             b.grad = a.grad
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -375,14 +379,26 @@ class Three(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("factor", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One after the other."""
-        found: torch.Tensor = self.c(self.b(self.a(x)))
+        self.factor.mul_(0.5)
+        found: torch.Tensor = self.c(self.b(self.a(x))) * self.factor
         return found
 
 
-OTHERS = ["gradient", "part", "value", "copy", "backward", "zeros", "data", "data of a gradient"]
+OTHERS = [
+    "gradient",
+    "part",
+    "value",
+    "copy",
+    "backward",
+    "zeros",
+    "data",
+    "data of a gradient",
+    "buffer",
+]
 
 
 @pytest.mark.parametrize("kind", OTHERS)

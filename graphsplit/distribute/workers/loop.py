@@ -56,6 +56,7 @@ class Loop:
         unsent: Sends others the numbers that they wait for, of the backward under way.
         untold: Learns the numbers of others.
         twins: Values of which parameters of other workers have copies.
+        given: The modules whose buffers were set to values, by the module's id and the name.
     """
 
     def __init__(self, job: Job) -> None:
@@ -70,6 +71,7 @@ class Loop:
         self.unsent: Callable[[], None] | None = None
         self.untold: Callable[[], None] | None = None
         self.networks: list[weakref.ref[nn.Module]] = []
+        self.given: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
         self._totals: dict[int, torch.Tensor] | None = None
 
     @staticmethod
