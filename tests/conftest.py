@@ -34,6 +34,9 @@ PR_SET_CHILD_SUBREAPER = 36
 def pytest_configure(config: pytest.Config) -> None:
     # What captures leave lies in cycles, and much of it: by default it is looked for all the time.
     gc.set_threshold(20_000, 20, 20)
+    # pytest listens to every logger that passes nothing on. Each capture would then write torch's
+    # own trace of what it does, with the stack of each line, which nobody reads.
+    logging.getLogger("torch.__trace").addHandler = lambda handler: None
     # Orphans of a test's processes then become our children, where the check below sees them.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

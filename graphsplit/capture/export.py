@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.lines import keeping_lines_of, keeping_lines_of_forward
 from graphsplit.capture.nodes import NodeBuilder
 from graphsplit.capture.normalize.casts import keep_casts
 from graphsplit.capture.normalize.identities import remove_identities
@@ -51,7 +52,7 @@ from graphsplit.torch_ext.data_attribute import DataIsDetached
 from graphsplit.torch_ext.eager_mode import as_in_eager_mode
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.meta_functions import as_kernels_accept
-from graphsplit.torch_ext.private import STACK_TRACE_ANCHORS, pytree
+from graphsplit.torch_ext.private import pytree
 
 
 class _LossFunction(nn.Module):
@@ -62,26 +63,8 @@ class _LossFunction(nn.Module):
         self._function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _keeping_lines_of(self._function):
+        with keeping_lines_of(self._function):
             return self._function(*args, **kwargs)
-
-
-@contextmanager
-def _keeping_lines_of(function: Any) -> Iterator[None]:
-    """Let the operations of a function have its lines; otherwise only those of a ``forward`` do."""
-    while isinstance(function, partial):
-        function = function.func
-    if not inspect.isroutine(function):
-        function = type(function).__call__
-    code = getattr(function, "__code__", None)
-    anchor = (code.co_filename, code.co_name) if code is not None else ("", "")
-    is_new = anchor not in STACK_TRACE_ANCHORS
-    STACK_TRACE_ANCHORS.add(anchor)
-    try:
-        yield
-    finally:
-        if is_new:
-            STACK_TRACE_ANCHORS.discard(anchor)
 
 
 _Found = tuple[list[Question], Structure]  # what was asked of known values, and the outputs' form
@@ -255,6 +238,7 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
     generator_state = torch.default_generator.get_state()
     with ExitStack() as stack:
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        stack.enter_context(keeping_lines_of_forward())
         stack.enter_context(blocks_kept_flat())
         stack.enter_context(torch.set_grad_enabled(request.mode.records_gradients))
         stack.enter_context(warnings.catch_warnings())

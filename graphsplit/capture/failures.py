@@ -129,15 +129,15 @@ def quiet_export() -> Iterator[None]:
     """Silence what ``torch.export`` prints and logs of a failure: graphsplit's error says it."""
     trace = export_trace()
     loggers = [logging.getLogger(name) for name in LOGGERS_OF_CAPTURE]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
+    were = [logger.disabled for logger in loggers]
+    for logger in loggers:  # by its level, each would have every logger of the process look again
+        logger.disabled = True
     try:
         with replaced(trace, "sys", _QuietSys()):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger, was in zip(loggers, were, strict=True):
+            logger.disabled = was
 
 
 class _QuietSys:

@@ -250,6 +250,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "operations of a loss that is a function have its lines: forward's alone are kept",
         "_STACK_TRACE_ANCHORS",
     ),
+    *_of(
+        "torch.fx.proxy",
+        "which lines an operation comes of: looked for among the frames of forward alone",
+        "CapturedTraceback",
+    ),
     # Generated code: torch/fx/graph_module.py.
     *_of("torch.fx.GraphModule()", "which line of its code runs which node", "_lineno_map"),
     *_of("torch.fx.graph_module", "keeps sources, of what is gone as well", "_loader.eval_cache"),

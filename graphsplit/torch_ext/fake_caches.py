@@ -10,14 +10,14 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-# What each cache that was ever found had been asked when it was last looked into.
-_asked: weakref.WeakKeyDictionary[Any, tuple[Any, ...] | None] = weakref.WeakKeyDictionary()
+# Every cache that was ever found: which of its counts matter, and what they were at the last look.
+# A result that was found in a cache is new if somebody writes into it: not into those of _FIXED.
+_asked: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
 # Every cache refers to this class. How many others do, as far as that is known.
 _CLASS = functools._CacheInfo
 # Packages that do not write into what their caches have answered.
@@ -31,7 +31,7 @@ def forget_fake_tensors() -> None:
         # The function, and everything it has kept.
         if _are_there_fakes(gc.get_referents(cache)):
             cache.cache_clear()
-            _asked[cache] = _state_of(cache)
+            _look_at(cache, _asked[cache][0])
 
 
 def _are_there_fakes(left: list[Any]) -> bool:
@@ -60,25 +60,19 @@ def freeze_what_is_there() -> None:
     gc.freeze()
 
 
-def _used_since() -> Iterator[Any]:
+def _used_since() -> list[Any]:
     """Every cache that was asked anything since it was last looked into."""
     if _are_there_new_ones():
         _find_all()
-    for cache in list(_asked):
-        info = _state_of(cache)
-        if info != _asked.get(cache):
-            _asked[cache] = info
-            yield cache
+    known = list(_asked.items())  # counts are compared without the class that holds them
+    used = [(one, first) for one, (first, was) in known if one.cache_info()[first:] != was]
+    for cache, first in used:
+        _look_at(cache, first)
+    return [cache for cache, _ in used]
 
 
-def _state_of(cache: Any) -> tuple[Any, ...]:
-    """A key that differs once a cache may hold something new; without a reference to the class.
-
-    A result that was found there is new if somebody writes into it: not into those of ``_FIXED``.
-    """
-    info = cache.cache_info()
-    is_fixed = str(getattr(cache, "__module__", "")).partition(".")[0] in _FIXED
-    return info[1:] if is_fixed else info[:]  # type: ignore[no-any-return]
+def _look_at(cache: Any, first: int) -> None:
+    _asked[cache] = first, cache.cache_info()[first:]
 
 
 def _are_there_new_ones() -> bool:
@@ -95,7 +89,8 @@ def _find_all() -> None:
     global _num_other_references
     for one in gc.get_referrers(_CLASS):
         if type(one) is functools._lru_cache_wrapper:
-            _asked.setdefault(one, None)
+            package = str(getattr(one, "__module__", "")).partition(".")[0]
+            _asked.setdefault(one, (int(package in _FIXED), None))
     _num_other_references = sys.getrefcount(_CLASS) - len(_asked) if _IS_COUNTED else None
 
 
