@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import LOAD, buffer_of_form
+from graphsplit.torch_ext.attributes import LOAD, base_of, buffer_of_form
 from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
 from graphsplit.torch_ext.data_attribute import is_lending, is_lent_written_to, lend_data
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
@@ -275,7 +275,7 @@ def _writes_history(written: Any, operands: Any) -> bool:
     if not any(map(is_known, given)):
         return False
     is_apart = hasattr(written, _APART) or (
-        type(written) is torch.Tensor and written._base is None and home_of(written) is not written
+        type(written) is torch.Tensor and base_of(written) is written is not home_of(written)
     )
     if not is_apart:
         given[0].need_value("a write with gradients switched on")
