@@ -379,7 +379,8 @@ class States:
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         self._take_over(found, values)
-        self.memory.put_back(values[f"{WHOLE}{rank}"], is_own=True)
+        (memory,) = (v for n, v in values.items() if n.startswith(WHOLE))  # it had another rank
+        self.memory.put_back(memory, is_own=True)
         self._put_kept([values.get(f"{KEPT}{rank}", {})], is_own=True)
         self.end_run(values, inside=inside)
 
