@@ -10,7 +10,7 @@ is left is refused, as is one that matches nothing, and one that contradicts ``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from graphsplit.marks.pattern import (
     read_pattern,
     read_slice,
 )
-from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule, read_rules
+from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule, hidden_rules, read_rules
 from graphsplit.torch_ext.attributes import named_tensors
 
 _RULES_ATTRIBUTE = "_graphsplit_rules"
@@ -168,7 +168,7 @@ class _Applier:
             if not matched[rule]:
                 self._fault(rule, pattern.miss(self._network))
             decided.update(dict.fromkeys(matched[rule], rule))
-        self._check_hidden(matched, decided)
+        self.faults += hidden_rules(matched, decided)
         self._check_code(decided)
         modules = dict(self._network.named_modules(remove_duplicate=False))
         return [(modules[path], rule.placement) for path, rule in decided.items()]
@@ -205,18 +205,8 @@ class _Applier:
             if not matched[rule]:
                 self._fault(rule, self._missed_name(pattern))
             decided.update(dict.fromkeys(matched[rule], rule))
-        self._check_hidden(matched, decided)
+        self.faults += hidden_rules(matched, decided)
         return self._owners_of_tensors(decided)
-
-    def _check_hidden(
-        self, matched: Mapping[Rule, Iterable[str]], decided: Mapping[str, Rule]
-    ) -> None:
-        """A rule of which later ones leave nothing is a mistake."""
-        deciding = set(decided.values())
-        for rule, names in matched.items():
-            hiding = {decided[name]: None for name in names}
-            if hiding and rule not in deciding:
-                self._fault(rule, "all that it matches is decided by later rules", *hiding)
 
     def _owners_of_tensors(self, decided: Mapping[str, Rule]) -> dict[str, Annotation]:
         """A tied parameter has several names, but one owner."""
@@ -279,11 +269,7 @@ class _Applier:
                 continue
             told.add((rule, found))
             what = f"module {path!r}" if path else "the network"
-            self.faults.append(
-                f"{rule}: {what} is placed on {WORKER_ROLE} {found.where} in the code\n"
-                f"    {rule.source}\n    {found.source}"
-            )
+            self._fault(rule, f"{what} is placed on {WORKER_ROLE} {found.where} in the code", found)
 
-    def _fault(self, rule: Rule, problem: str, *others: Rule) -> None:
-        places = "".join(f"\n    {r.source}" for r in (rule, *others))
-        self.faults.append(f"{rule}: {problem}{places}")
+    def _fault(self, rule: Rule, problem: str, *others: Rule | Annotation) -> None:
+        self.faults.append(rule.fault(problem, *others))

@@ -16,10 +16,10 @@ A source without any of the three sections is the section ``modules`` alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -34,6 +34,7 @@ from graphsplit.marks.workers import UnknownWorkerError, numbered
 
 MODULES, OPERATIONS, PARAMETERS = "modules", "operations", "parameters"
 SECTIONS = (MODULES, OPERATIONS, PARAMETERS)
+_T = TypeVar("_T")
 _RULE_KEYS = ("role", "rank", "ranks", "rows")
 # Aliases make a small file stand for a huge one: no placement has this many keys and values.
 _MAX_NODES = 100_000
@@ -64,6 +65,26 @@ class Rule:
         inside = f": {self.operation!r}" if self.operation else ""
         kind = "rule" if self.section == MODULES else f"rule of {self.section}"
         return f"{kind} {self.path!r}{inside} -> {self.placement.where}"
+
+    def fault(self, problem: str, *others: Rule | Annotation) -> str:
+        """A fault of it in words, with the lines of all that are involved."""
+        return f"{self}: {problem}" + "".join(f"\n    {one.source}" for one in (self, *others))
+
+
+def hidden_rules(
+    matched: Mapping[Rule, Collection[_T]], decided: Mapping[_T, Rule]
+) -> Iterator[str]:
+    """The faults of rules of which later ones leave nothing.
+
+    Args:
+        matched: What each rule names.
+        decided: The last rule that names it.
+    """
+    deciding = set(decided.values())
+    for rule, names in matched.items():
+        if names and rule not in deciding:
+            hiding = dict.fromkeys(decided[name] for name in names)
+            yield rule.fault("all that it matches is decided by later rules", *hiding)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
 from graphsplit.marks.annotations import WORKER_ROLE
 from graphsplit.marks.pattern import near_miss
 from graphsplit.marks.rules import OperationRule
+from graphsplit.marks.source import hidden_rules
 
 
 def operation_name(target: str) -> str:
@@ -46,20 +47,12 @@ def match_rules(graph: CapturedGraph, rules: Sequence[OperationRule]) -> Matched
     for rule in rules:
         matched[rule] = [p for path in own if rule.reaches(path) for p in _named(rule, own[path])]
         deciding.update(dict.fromkeys(matched[rule], rule))
-    deciders = set(deciding.values())
-    dead, faults = [], []
-    for rule, positions in matched.items():
-        if not positions:
-            dead.append((rule, _why_dead(rule, own)))
-        elif rule not in deciders:
-            hiding = "".join(
-                f"\n    {r.rule.source}" for r in dict.fromkeys(deciding[p] for p in positions)
-            )
-            faults.append(
-                f"{rule.rule}: all that it matches is decided by later rules\n"
-                f"    {rule.rule.source}{hiding}"
-            )
-    return Matched(deciding, tuple(dead), (*faults, *_contradictions(graph, deciding)))
+    dead = [(rule, _why_dead(rule, own)) for rule, positions in matched.items() if not positions]
+    hidden = hidden_rules(
+        {rule.rule: positions for rule, positions in matched.items()},
+        {position: rule.rule for position, rule in deciding.items()},
+    )
+    return Matched(deciding, tuple(dead), (*hidden, *_contradictions(graph, deciding)))
 
 
 def operations_by_module(graph: CapturedGraph) -> dict[str, list[tuple[int, str]]]:
@@ -115,10 +108,9 @@ def _contradictions(graph: CapturedGraph, deciding: dict[int, OperationRule]) ->
     for position, rule in deciding.items():
         annotation = graph.nodes[position].annotation
         if annotation is not None and not annotation.is_like(rule.rule.placement):
-            found.setdefault(
-                (rule, annotation.source),
-                f"{rule.rule}: operation {graph.nodes[position].name!r} is placed on {WORKER_ROLE} "
-                f"{annotation.where} by gs.place in the code\n"
-                f"    {rule.rule.source}\n    {annotation.source}",
+            name, where = graph.nodes[position].name, annotation.where
+            problem = (
+                f"operation {name!r} is placed on {WORKER_ROLE} {where} by gs.place in the code"
             )
+            found.setdefault((rule, annotation.source), rule.rule.fault(problem, annotation))
     return list(found.values())
