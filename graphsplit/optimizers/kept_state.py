@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import sys
 import types
 import weakref
 from collections import deque
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.reach.reach import is_of_library, names_in
 from graphsplit.tensor_meta import octets_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _MAX_PLACES = 200_000
 _LONG = 64
 _MAX_TEXT = 100
-# Code that keeps nothing of the user's in its globals.
-_WITHOUT_STATE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "graphsplit"}
 
 Path = tuple[str, ...]
 
@@ -109,7 +107,7 @@ def _parts(value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, weakref.ref):
         yield "()", value()
     if isinstance(value, type):
-        if not _is_without_state(value.__module__):
+        if not is_of_library(value.__module__):
             for name, entry in vars(value).items():
                 if not name.startswith("__") and not isinstance(entry, types.GetSetDescriptorType):
                     yield f".{name}", entry
@@ -121,7 +119,7 @@ def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """The entries of a mapping; in ``items`` a library may import hundreds of modules."""
     if isinstance(value, dict):
         return dict.items(value)
-    return value.items() if _is_without_state(type(value).__module__) else ()
+    return value.items() if is_of_library(type(value).__module__) else ()
 
 
 def _step_to(key: Any, names: Mapping[int, str]) -> str:
@@ -156,23 +154,12 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((f" default {i}", v) for i, v in enumerate(function.__defaults__ or ()))
     yield from ((f" {name}", v) for name, v in (function.__kwdefaults__ or {}).items())
     yield from ((f".{name}", v) for name, v in vars(function).items())
-    if not _is_without_state(function.__module__):
-        for name in sorted(set(_names_in(function.__code__))):
+    if not is_of_library(function.__module__):
+        for name in sorted(names_in(function.__code__)[0]):
             if name in function.__globals__:
                 yield f" {name}", function.__globals__[name]
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 def _is_own(value: Any) -> bool:
     """Whether an object is one of graphsplit's, behind which there are the job and its plans."""
     return (type(value).__module__ or "").partition(".")[0] == "graphsplit"
-
-
-def _is_without_state(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _WITHOUT_STATE
