@@ -132,8 +132,8 @@ def together(kept: Sequence[Memory]) -> dict[str, dict[str, Any]]:
 
 
 def _inside_marked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    paths = {module: path for path, module in root.named_modules()}
     inside = dict.fromkeys(inner for marked in marked_ones(root) for inner in marked.modules())
+    paths = {module: path for path, module in root.named_modules()} if inside else {}
     return ((paths[module], module) for module in inside)
 
 

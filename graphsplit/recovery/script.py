@@ -122,7 +122,7 @@ class RecoveringScript(Script):
             for share in self._shares:
                 share.check_given()
         self._join()
-        if self._place is not None and self._ordinal <= self._last_given(self._place):
+        if self._place is not None and self._ordinal < self._place.first_needed:
             return self._give_again(self._ordinal, call)
         self._check(call)
         entry = self._enter(self._ordinal, call)
@@ -218,8 +218,7 @@ class RecoveringScript(Script):
         while True:
             with suppress(MembershipChangedError):
                 return self._attempt(entry)
-            # Behind the error, not while it is handled: its traceback holds the old generation.
-            self._recover(entry)
+            self._until_done(lambda: self._run_again(self._go_back(), entry), is_over=True)
 
     def _attempt(self, entry: Entry) -> Any:
         """Run a call, note what it returned, and perhaps take a snapshot."""
@@ -290,31 +289,36 @@ class RecoveringScript(Script):
             return
 
         def join() -> None:
-            place, lines = self._snapshots.agree(can_start=True)
-            self._expect_owners()
-            if place is not None:
-                self._place, self._memory = place, Memory(lines)
+            with self._job.reporting():
+                place, lines = self._snapshots.agree(can_start=True)
+                self._expect_owners()
+                if place is not None:
+                    self._place, self._memory = place, Memory(lines)
 
         self._until_done(join)
 
-    def _until_done(self, action: Callable[[], None]) -> None:
+    def _until_done(self, action: Callable[[], None], *, is_over: bool = False) -> None:
+        """Do something in this generation of the job, or in the first one in which it can be done.
+
+        Args:
+            action: What to do.
+            is_over: Whether this generation is over.
+        """
         while True:
-            try:
-                with self._job.reporting():
-                    return action()
-            except MembershipChangedError:
-                self._job.recover()
-                self._start_over()
+            with suppress(MembershipChangedError):
+                if is_over:
+                    self._forget_plans()
+                    self._job.recover()
+                    self._start_over()
+                return action()
+            # Behind the error, not while it is handled: its traceback holds the old generation.
+            is_over = True
 
     def _expect_owners(self) -> None:
         if self._job.goes_on:
             return  # they are fixed anew
         for share in self._shares:
             share.engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
-
-    def _last_given(self, place: ScriptPoint) -> int:
-        """The last call that returns without running."""
-        return place.first_needed - 1
 
     def _give_again(self, ordinal: int, call: ModelCall) -> Any:
         assert self._memory is not None
@@ -335,46 +339,27 @@ class RecoveringScript(Script):
 
     def _restore(self) -> None:
         """The place is reached: from here on calls run."""
-        try:
+        is_agreed = True
+
+        def restore() -> None:
+            nonlocal is_agreed
             with self._job.reporting():
+                if not is_agreed:
+                    self._snapshots.agree(can_start=False)
+                is_agreed = False
                 self._snapshots.restore(is_rollback=False)
-        except MembershipChangedError:
-            self._job.recover()
-            self._start_over()
-            self._until_done(self._agree_and_restore)
+
+        self._until_done(restore)
         self._place = None
         self._steps = 0
         self._generators = all_generators()
 
-    def _agree_and_restore(self) -> None:
-        self._snapshots.agree(can_start=False)
-        self._snapshots.restore(is_rollback=False)
-
     # A process that goes back.
 
-    def _recover(self, entry: Entry | None, *, has_recovered: bool = False) -> None:
-        """Go back to where all can, and come again to where a call is about to run.
-
-        Args:
-            entry: The call; None at the end of the script.
-            has_recovered: Whether the job has been recovered already.
-        """
-        while True:
-            try:
-                if not has_recovered:
-                    self._forget_plans()
-                    self._job.recover()
-                has_recovered = False
-                self._start_over()
-                place = self._go_back()
-                self._run_again(place, entry)
-                return
-            except MembershipChangedError:
-                continue
-
     def _recover_at_the_end(self) -> None:
-        if self._has_joined:
-            self._recover(None, has_recovered=True)
+        if self._has_joined:  # and is in the next generation already
+            self._start_over()
+            self._until_done(lambda: self._run_again(self._go_back(), None))
 
     def _forget_plans(self) -> None:
         """Nothing of a generation that is over may be kept, however many there are.
@@ -392,6 +377,7 @@ class RecoveringScript(Script):
             share.engine.start_over()
 
     def _go_back(self) -> ScriptPoint | None:
+        """Go back to where all can."""
         with self._job.reporting():
             place, _ = self._snapshots.agree(can_start=0 in self._entries)
             self._expect_owners()
@@ -401,6 +387,7 @@ class RecoveringScript(Script):
         return place
 
     def _run_again(self, place: ScriptPoint | None, entry: Entry | None) -> None:
+        """Come again to where a call is about to run; None: to the end of the script."""
         first = 0 if place is None else place.ordinal + (not place.inside)
         for ordinal in sorted(self._entries):
             earlier = self._entries[ordinal]

@@ -57,7 +57,6 @@ class Admission:
         protection: The token and certificate that a stranger must show.
         log: Takes lines for the person who watches.
         prove: Told of each peer that has proved itself, as gRPC names it.
-        clock: Seconds; does not run backwards.
 
     Attributes:
         limiter: Limits strangers.
@@ -70,14 +69,11 @@ class Admission:
         protection: Protection,
         log: LogLine,
         prove: Callable[[str], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._protection = protection
         self._log = log
         self._prove = prove
-        self._clock = clock
-        self.limiter = AdmissionLimiter(num_workers, clock())
+        self.limiter = AdmissionLimiter(num_workers, time.monotonic())
         self.num_refused = 0
 
     async def admit(self, requests: AsyncIterator[bytes], context: Any) -> Register | None:
@@ -108,7 +104,7 @@ class Admission:
         import grpc
 
         address = machine_of(context.peer())
-        come_back = self.limiter.enter(address, self._clock())
+        come_back = self.limiter.enter(address, time.monotonic())
         if come_back is not None:
             examination.close()
             self.num_refused += 1
@@ -125,11 +121,11 @@ class Admission:
         except asyncio.TimeoutError:
             reason = f"it did not register within {REGISTER_TIMEOUT_S:g} s"
         finally:
-            self.limiter.leave(address, self._clock(), has_failed=shown is None)
+            self.limiter.leave(address, time.monotonic(), has_failed=shown is None)
         if reason:
             self.num_refused += 1
             line = f"refused a connection from {address}: {reason}"
-            logged = self.limiter.lines.logged(line, self._clock())
+            logged = self.limiter.lines.logged(line, time.monotonic())
             if logged is not None:
                 self._log(logged, event="refused", level="warning")
         return shown, reason

@@ -11,7 +11,6 @@ import torch
 from graphsplit.checkpoint.generators import put_remembered
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.position import (
-    FROM_THE_START,
     EpochStart,
     LoaderWatch,
     generators_of,
@@ -47,7 +46,6 @@ class LoopRounds:
         iterator: Gives what comes next.
         index: How many rounds have begun.
         num_inner: How many loops have begun in this round.
-        start: How it begins.
     """
 
     number: int
@@ -57,7 +55,6 @@ class LoopRounds:
     iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
     index: int = 0
     num_inner: int = 0
-    start: EpochStart = FROM_THE_START
 
     @property
     def can_go_on_here(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
-from graphsplit.checkpoint.position import LoaderWatch
+from graphsplit.checkpoint.position import FROM_THE_START, LoaderWatch
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import decode, encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError, StoppedInOrder
@@ -192,7 +192,7 @@ class LoopScript(Script):
         if not self._places:
             watch = LoaderWatch()
             current = LoopRounds(number, source, watch, body)
-            watch.begin_epoch(source, current.start)
+            watch.begin_epoch(source, FROM_THE_START)
             current.iterator = iter(source)
         else:
             found = self._on_the_way(number, depth, source, body)

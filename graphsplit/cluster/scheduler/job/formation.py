@@ -11,6 +11,8 @@ from graphsplit.security.addresses import read_address
 from graphsplit.settings import WORKER_ROLE
 from graphsplit.version import different_versions
 
+_MAX_SHOWN = 32
+
 
 def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
     """One rank per registration, given in the order of arrival.
@@ -195,6 +197,6 @@ def choose_seed(by_rank: Sequence[Register], random_seed: int) -> int:
     return next((one.seed for one in by_rank if one.seed is not None), random_seed)
 
 
-def _by_rank(values: Sequence[str], *, most: int = 32) -> str:
-    shown = [f"worker {rank}: {value}" for rank, value in enumerate(values[:most])]
-    return ", ".join(shown) + (", ..." if len(values) > most else "")
+def _by_rank(values: Sequence[str]) -> str:
+    shown = [f"worker {rank}: {value}" for rank, value in enumerate(values[:_MAX_SHOWN])]
+    return ", ".join(shown) + (", ..." if len(values) > _MAX_SHOWN else "")
