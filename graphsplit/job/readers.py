@@ -209,7 +209,8 @@ def _inside(part: Any) -> Iterator[Any]:
     elif isinstance(part, _CONTAINERS):
         yield from itertools.islice(part, _MAX_ITEMS)
     elif isinstance(part, types.FunctionType):
-        yield from (cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell))
+        filled = filter(gc.get_referents, part.__closure__ or ())  # empty until a variable is set
+        yield from (cell.cell_contents for cell in filled)
         yield from part.__defaults__ or ()
     elif isinstance(part, types.MethodType):
         yield from (part.__self__, part.__func__)
@@ -225,11 +226,3 @@ def _inside(part: Any) -> Iterator[Any]:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             yield getattr(part, name, None)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  empty until its variable is set
-    except ValueError:
-        return False
-    return True
