@@ -48,16 +48,20 @@ class Comparison:
                 scheduler.step()
         self._compare_state()
 
-    def evaluate(self, batch: Any) -> None:
+    def evaluate(self, batch: Any, *, predicts: bool) -> None:
         """Compare eval loss and outputs, what predict returns, and that they left no trace."""
         expected = self._reference.evaluate(copy.deepcopy(batch))
         self._same("eval", expected, self._cluster.evaluate(batch))
+        if predicts:
+            self._predict(batch)
+        self._compare_state()
+
+    def _predict(self, batch: Any) -> None:
         predicted = self._reference.predict(copy.deepcopy(batch))
         args, kwargs = self._arguments(batch)
         args = args[:-1] if self._has_loss_fn else args
         for rank, outputs in enumerate(self._cluster.predict((args, kwargs))):
             self._same(f"predict on worker {rank}", predicted, outputs)
-        self._compare_state()
 
     def _arguments(self, batch: Any) -> Arguments:
         return split_batch(copy.deepcopy(batch), has_loss_fn=self._has_loss_fn)

@@ -200,8 +200,9 @@ class _Shared:
     def job(self, rank: int) -> Job:
         """The job as one of them sees it."""
         transport = MemoryTransport(self.fabric, generation=1, policy=WaitPolicy())
-        # Graphs that are shared are captured once: that is what they are shared for.
-        every = recapture_every(os.environ) if self.captures is None else 0
+        # Graphs that are shared are captured once. Of workers that capture, the last looks again.
+        looks_again = self.captures is None and rank == self.num_workers - 1
+        every = recapture_every(os.environ) if looks_again else 0
         member = cast(Member, _Member(rank, self))
         return Job(member, transport, AbortSignal(), recapture_every=every)
 
