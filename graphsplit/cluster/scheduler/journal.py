@@ -160,13 +160,12 @@ class Journal:
 
     def _append(self, payload: bytes) -> None:
         record = record_of(payload, self._checksum)
-        file = os.open(self._path, os.O_WRONLY)
-        try:
-            os.ftruncate(file, self._end)  # a torn end must not stand in the middle
-            _write_all(file, record, at=self._end)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with self._path.open("r+b") as file:
+            file.seek(self._end)
+            file.truncate()  # a torn end must not stand in the middle
+            file.write(record)
+            file.flush()
+            os.fsync(file.fileno())
         self._note(payload, self._end + len(record))
 
     def _replace(self, payload: bytes) -> None:
@@ -203,9 +202,3 @@ def _image(payload: bytes) -> JobImage:
         return from_json(found)
     except ValueError as error:
         raise JournalError(f"the last record: {error}") from None
-
-
-def _write_all(file: int, content: bytes, *, at: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(file, content[done:], at + done)
