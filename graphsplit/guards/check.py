@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from operator import is_
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 
+from graphsplit.guards.class_names import ClassNames
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.compiled import (
     HAS_CLASS,
@@ -212,6 +213,7 @@ class Guards:
         self._versions = [(t, writes_of(t), t.requires_grad) for t in tensors]
         # What is written to ``.data`` has no version, and code may have asked for the number.
         self._scalars = {id(t): (t, t.item()) for t in tensors if is_scalar(t)}
+        self._names = ClassNames(one for one, _ in self._classes)
         self._switches = _switches() if with_switches else None
         self._compile()
 
@@ -293,6 +295,8 @@ class Guards:
         return True
 
     def _changed_objects(self) -> Iterator[Failure]:
+        for place in self._names.gained():
+            yield Failure(place, MISSING, place.read())
         for one, kind in self._classes:
             if type(one) is not kind:
                 place = Place(PlaceKind.FIELD, one, "__class__", f"the class of a {kind.__name__}")
@@ -346,6 +350,7 @@ class Guards:
         asked = object.__getattribute__
         self._rows[HAS_DICTIONARY, object] += [(one, held, asked) for one, held in self._owners]
         self._rows[HAS_VERSION, torch.Tensor] += self._versions
+        self._rows[HAS_LENGTH, MappingProxyType] += self._names.rows()
         self._num_rows = sum(map(len, self._rows.values()))
         in_dictionaries = (IS_AT, dict), (IS_NOT_IN, dict)
         self._dictionaries = Dictionaries({key[0]: self._rows[key] for key in in_dictionaries})

@@ -371,6 +371,25 @@ def _class_gets() -> tuple[Weigh, SetWeight]:
     return lambda: getattr(one, "late", 1.0), lambda value: setattr(Slotted, "late", value)
 
 
+def _class_gets_method() -> tuple[Weigh, SetWeight]:
+    class Plain:
+        pass
+
+    one = Plain()
+    write = lambda value: setattr(Plain, "__len__", lambda self: int(value) - 2)  # noqa: E731
+    return lambda: float(len(one)) if one and hasattr(one, "__len__") else 1.0, write
+
+
+def _class_gets_property() -> tuple[Weigh, SetWeight]:
+    class Own(Base):
+        pass
+
+    own = Own()
+    own.scale = 1.0  # type: ignore[attr-defined]
+    write = lambda value: setattr(Own, "scale", property(lambda self: value))  # noqa: E731
+    return lambda: own.scale, write  # type: ignore[attr-defined]
+
+
 def _annotated() -> tuple[Weigh, SetWeight]:
     class Fields:
         first: float
@@ -448,6 +467,8 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "name among Python's own": _built_in,
     "attribute that a script has hung on a class of torch": _on_torchs_class,
     "attribute that a class gets": _class_gets,
+    "special method that a class gets": _class_gets_method,
+    "property that a class gets": _class_gets_property,
     "annotations": _annotated,
     "dictionary that has all attributes": _dotted,
     "cache without a bound": lambda: _cached(maxsize=None),

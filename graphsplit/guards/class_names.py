@@ -1,0 +1,42 @@
+"""Names that classes get after a step was captured, and that change what objects do.
+
+Python calls a special method, and a property before an attribute of the same name, as soon as the
+class has one. Code that ran before has read nothing there that could be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+from graphsplit.guards.classes import is_watchable
+from graphsplit.guards.places import Place, PlaceKind
+
+
+class ClassNames:
+    """The names in the user's classes of some objects, at one moment.
+
+    Args:
+        objects: The objects.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        kinds = dict.fromkeys(kind for one in objects for kind in type(one).__mro__)
+        self._names = {kind: frozenset(vars(kind)) for kind in kinds if is_watchable(kind)}
+
+    def rows(self) -> list[tuple[MappingProxyType[str, Any], int]]:
+        """The classes' attributes, and how many there are by now."""
+        return [(vars(kind), len(vars(kind))) for kind in self._names]
+
+    def gained(self) -> Iterator[Place]:
+        """The places of names that classes have got since, and that decide what objects do."""
+        for kind, before in self._names.items():
+            for name in sorted(vars(kind).keys() - before):
+                if _decides(name, vars(kind)[name]):
+                    yield Place(PlaceKind.CLASS, kind, name, f"{kind.__qualname__}.{name}")
+
+
+def _decides(name: str, value: Any) -> bool:
+    is_special = name.startswith("__") and name.endswith("__")
+    return hasattr(type(value), "__set__") or (is_special and callable(value))
