@@ -280,7 +280,10 @@ class _Functionaliser:
         is_detached = any(isinstance(step, Detached) for step in steps)
         if is_detached and self._shared.notes[node.name].requires_grad:
             raise self._shared.refusal(
-                node, "writes something with a gradient through a detached view"
+                node,
+                "writes something with a gradient through a detached view",
+                "write value.detach() there, if its gradient is not wanted, as into .data of a "
+                "buffer; or ",
             )
 
     def _add(

@@ -159,15 +159,15 @@ class SharedMemory:
         offset = view.storage_offset() - memory.storage_offset()
         return Placed(tuple(view.shape), view.stride(), offset)
 
-    def refusal(self, node: FxNode, why: str) -> PlacementError:
-        """The error for memory that cannot be made functional."""
+    def refusal(self, node: FxNode, why: str, or_else: str = "") -> PlacementError:
+        """The error for memory that cannot be made functional; and one more way out."""
         note = self.notes.get(node.name)
         target, source = (note.target, note.source) if note is not None else (node.target, "")
         return PlacementError(
             f"{node.name} ({target}) {why}, and operations that are placed apart modify its memory "
             f"in place\n  {source}\n"
-            f"  Fix: place the operations that use it on one worker, or use operations that return "
-            f"new tensors."
+            f"  Fix: {or_else}place the operations that use it on one worker, or use operations that "
+            f"return new tensors."
         )
 
 

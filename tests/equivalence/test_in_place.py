@@ -503,7 +503,7 @@ def test_a_gradient_written_through_a_detached_view_is_refused_with_the_users_li
         one_step_over_workers(function)
     assert "writes something with a gradient through a detached view" in str(caught.value)
     assert LINE in str(caught.value)
-    assert "Fix: place the operations that use it on one worker" in str(caught.value)
+    assert "Fix: write value.detach() there" in str(caught.value)
 
 
 def one_step_over_workers(function: Function) -> SimulatedCluster:
