@@ -207,7 +207,8 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
             raise ConfigurationError(
                 "data of a parameter was set to that of a tensor on another worker, which is held "
                 "elsewhere too: in one process both would have one memory from now on\n"
-                "  Fix: p.data.copy_(value)."
+                "  Fix: p.data.copy_(value); in the place of nn.utils.vector_to_parameters a loop "
+                "over vector.split([p.numel() for p in net.parameters()]) that does so."
             )
         given = _copied("data", value, known).detach()
     if given.shape != parameter.shape or given.dtype != parameter.dtype:
