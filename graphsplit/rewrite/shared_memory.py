@@ -166,8 +166,8 @@ class SharedMemory:
         return PlacementError(
             f"{node.name} ({target}) {why}, and operations that are placed apart modify its memory "
             f"in place\n  {source}\n"
-            f"  Fix: {or_else}place the operations that use it on one worker, or use operations that "
-            f"return new tensors."
+            f"  Fix: {or_else}place the operations that use it on one worker, or use operations "
+            f"that return new tensors."
         )
 
 
