@@ -80,6 +80,10 @@ class ClusterEngine(ClusterState):
         """Report errors raised inside, so that all workers end."""
         return self._job.reporting()
 
+    def pass_milestone(self) -> None:
+        """See ``CallHistory``."""
+        self._job.member.position.calls.pass_milestone()
+
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
         """Note what to call when the owned gradients of a step are complete."""
         self.planner.updater.on_gradients = function
@@ -162,6 +166,7 @@ class ClusterEngine(ClusterState):
         """Evaluate; metrics are computed where the outputs are, their values known everywhere."""
         for metric in metrics.values():
             metric.reset()
+        self.pass_milestone()
         home = num_steps = 0
         one_by_one = self.witness is not None
         feed = self._leading.feed(Mode.EVAL, loader, FROM_THE_START, one_by_one=one_by_one)

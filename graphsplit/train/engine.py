@@ -55,6 +55,9 @@ class Engine(StateHolder):
         """A context for all that a Model does with this engine, user code included."""
         return nullcontext()
 
+    def pass_milestone(self) -> None:
+        """Code of the user's inside a call is over: what other workers wait for comes later."""
+
     @abstractmethod
     def train_epoch(
         self,

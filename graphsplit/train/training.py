@@ -14,7 +14,6 @@ from graphsplit.errors import (
     MembershipChangedError,
 )
 from graphsplit.feeding.loader_checks import compare_loaders, refuse_shares
-from graphsplit.job.group import WorkerGroup
 from graphsplit.train.callbacks import Callback, RunContext
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
@@ -44,7 +43,7 @@ class TrainingLoop:
         self._context = context
         self._callbacks = callbacks
         self._after_step = after_step
-        self._stopping = Stopping(callbacks, engine.group)
+        self._stopping = Stopping(callbacks, engine)
         context.on_stop = self._stopping.ask
 
     def run(self, loader: Iterable[Any], *, resume: bool, steps: int | None = None) -> None:
@@ -74,18 +73,16 @@ class TrainingLoop:
             context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:
-        context, callbacks, stopping = self._context, self._callbacks, self._stopping
+        context, stopping = self._context, self._stopping
         stopping.begin()
 
         def is_last() -> bool:
             return stopping.is_stopped or (steps is not None and context.step >= steps)
 
         if not run.has_begun:
-            for callback in callbacks:
-                callback.on_train_begin(context)
+            self._tell("on_train_begin")
         for start in run:
-            for callback in callbacks:
-                callback.on_epoch_begin(context)
+            self._tell("on_epoch_begin")
             run.begin(start)
             losses, witness = self._engine.train_epoch(loader, start, is_last), self._engine.witness
             for loss in losses if witness is None else witness.of_epoch(losses):
@@ -93,21 +90,24 @@ class TrainingLoop:
                 context.has_updated = self._engine.progress.opens
                 beside = self._engine.beside
                 context.losses, context.outputs = beside.losses, beside.outputs
-                for callback in callbacks:
+                for callback in self._callbacks:
                     callback.on_step_end(context)
                 self._after_step()
                 stopping.after_step()
             if stopping.is_stopped:  # in its middle: a run that goes on from here ends the epoch
-                for callback in callbacks:
-                    callback.on_stop(context)
+                self._tell("on_stop")
                 break
             run.end()
-            for callback in callbacks:
-                callback.on_epoch_end(context)
+            self._tell("on_epoch_end")
             if stopping.after_epoch():
                 break
-        for callback in callbacks:
-            callback.on_train_end(context)
+        self._tell("on_train_end")
+
+    def _tell(self, method: str) -> None:
+        """Call a method of every callback. Whoever makes a call there alone is found out."""
+        for callback in self._callbacks:
+            getattr(callback, method)(self._context)
+        self._engine.pass_milestone()
 
     def _listener(self) -> Callable[[], None] | None:
         """The function that shows gradients to callbacks; None if none of them looks."""
@@ -169,11 +169,11 @@ class Stopping:
 
     Args:
         callbacks: The callbacks of this worker.
-        group: Gives all workers.
+        engine: Gives all workers.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], group: Callable[[], WorkerGroup]) -> None:
-        self._group = group
+    def __init__(self, callbacks: Sequence[Callback], engine: Engine) -> None:
+        self._engine = engine
         self._may_stop = [callback for callback in callbacks if may_stop(callback)]
         self._is_asked = False
         self._ends_step = any(_is_called_inside(callback) for callback in self._may_stop)
@@ -182,7 +182,7 @@ class Stopping:
 
     def begin(self) -> None:
         """Collective: learn whether any worker may stop."""
-        group = self._group()
+        group = self._engine.group()
         told = group.gather(f"{self._ends_step:d}{self._ends_epoch:d}")
         any_of = group.share("".join(map(max, zip(*told, strict=True))))
         self._ends_step, self._ends_epoch = (one == "1" for one in any_of)
@@ -210,7 +210,8 @@ class Stopping:
         return self._ends_epoch and self._any(self._is_asked)
 
     def _any(self, mine: bool) -> bool:
-        group = self._group()
+        self._engine.pass_milestone()  # nobody waits here for one that is in a callback
+        group = self._engine.group()
         told = group.gather("yes" if mine else "")
         return bool(group.share("yes" if any(told) else ""))
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.scheduler.job.divergence import (
     call_of_some,
@@ -9,7 +17,14 @@ from graphsplit.cluster.scheduler.job.divergence import (
     diverging_call,
 )
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
+from graphsplit.job import joined
 from graphsplit.job.script import Script
+
+assert threads_as_workers
+PLACES = [
+    *("on_train_begin", "on_epoch_begin", "on_gradients", "on_step_end", "on_stop"),
+    *("on_epoch_end", "on_train_end", "reset", "update", "compute"),
+]
 
 
 def history(*moves: str) -> CallsMade:
@@ -117,6 +132,81 @@ def test_a_worker_that_may_come_back_tells_nothing():
     calls.begin("train")
     calls.is_kept = False
     assert calls.made() == CallsMade()
+
+
+class Seen(gs.callbacks.Callback, gs.metrics.Metric, torch.utils.data.Dataset[torch.Tensor]):
+    """Notes how many milestones this worker has passed wherever code of the script's runs."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[str, int]] = []
+
+    def note(self, place: str) -> None:
+        job = joined.current()
+        assert job is not None
+        calls = job.member.position.calls
+        calls.is_kept = True
+        self.at.append((place, calls.made().milestones))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index)), index % 2
+
+    def __len__(self) -> int:
+        return 4
+
+    def reset(self) -> None:
+        self.note("reset")
+
+    def update(self, **_: object) -> None:
+        self.note("update")
+
+    def compute(self) -> float:
+        self.note("compute")
+        return 0.0
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.note("on_step_end")
+        if context.epoch == 2:
+            context.stop()
+
+
+def _noting(place: str) -> object:
+    return lambda self, context: self.note(place)
+
+
+for name in PLACES:
+    if name.startswith("on_") and name != "on_step_end":
+        setattr(Seen, name, _noting(name))
+
+
+def milestones_of_a_script() -> list[tuple[str, int]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    net[0].place(0)
+    net[1].place(1)
+    seen = Seen()
+    metrics = {"Seen": seen}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, metrics=metrics)
+    loader = torch.utils.data.DataLoader(seen, batch_size=2)
+    for _ in range(2):  # the second time nothing is planned, so that nobody meets for that
+        model.train(2, loader, callbacks=[seen])
+        model.eval(loader)
+    seen.note("end")
+    return seen.at
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_no_worker_waits_in_the_place_where_another_ones_script_may_make_a_call_alone():
+    """Whoever made one there is found out, as all others are past that place when they wait."""
+    cluster = ThreadCluster(lambda _: milestones_of_a_script(), 2, is_recoverable=False)
+    one, other = cluster.run()
+    alone = {"update", "compute"}  # one worker has the metrics
+    assert [at for at in one if at[0] not in alone] == [at for at in other if at[0] not in alone]
+    at = max(one, other, key=len)
+    assert {place for place, _ in at} == {*PLACES, "end"}
+    for (place, before), (next_place, after) in pairwise(at):
+        # Between gradients and the step's end nobody waits.
+        assert before < after or place == "on_gradients", (place, next_place, before)
 
 
 class Calls:

@@ -24,8 +24,9 @@ T = TypeVar("T")
 class CallHistory:
     """Notes calls and milestones. One thread writes; others read ``made``.
 
-    A *milestone* is a batch of a loader, or a meeting of all workers: each worker passes the same
-    ones between the same calls.
+    A *milestone* is a batch of a loader, a meeting of all workers, or the end of a piece of the
+    script's own code inside a call (callbacks, a metric): each worker
+    passes the same ones between the same calls. So nobody waits in the place of another one's code.
 
     Attributes:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.

@@ -190,7 +190,8 @@ def failure_message(error: BaseException) -> str:
     if isinstance(error, StepFailedError) and error.__cause__ is not None:
         return _first_line(str(error))  # it begins with the error of the operation
     if isinstance(error, SystemExit):
-        return f"SystemExit: {error.code}: its script left before the job was finished"
+        code = "" if error.code is None else f" {error.code}:"
+        return f"SystemExit:{code} its script left before the job was finished"
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     if isinstance(error, GraphsplitError):
         return summary.removeprefix(f"{GraphsplitError.__module__}.")
