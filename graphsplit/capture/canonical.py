@@ -6,7 +6,7 @@ they are lifted::
     torch.tensor([0.5, 0.25])    lift_fresh_copy(constant)
     torch.tensor([beta, 0.25])   stack([scalar_tensor(beta), scalar_tensor(0.25)])
 
-In the text it is a tensor with its values either way. A tensor of no dimension that the user keeps
+In the text it is a tensor with its values either way. A tensor of one element that the user keeps
 in an attribute is a constant, or made of a lifted number; it stands where it is used.
 """
 
@@ -90,7 +90,7 @@ class TensorsOfNumbers:
         graph: The graph.
         tensors: The positions of what makes one.
         parts: Those of what is made for that alone, and of checks of it.
-        kept: Those of tensors of no dimension that the user keeps somewhere.
+        kept: Those of tensors of one element that the user keeps somewhere.
     """
 
     graph: CapturedGraph
@@ -109,7 +109,9 @@ class TensorsOfNumbers:
             if node.target == _CHECK:
                 found.parts.add(position)
             elif _is_single(node) and (
-                _is_constant(node) or (node.target == _SCALAR and not node.source)
+                _is_constant(node)
+                or (not node.source and node.target == _SCALAR)
+                or (not node.source and node.target == _STACK and found.kept.issuperset(node.reads))
             ):
                 found.kept.add(position)
             elif (
@@ -156,7 +158,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_single(node: Node) -> bool:
-    return node.meta is not None and node.meta.shape == ()
+    return node.meta is not None and all(size == 1 for size in node.meta.shape)
 
 
 _COPY, _SCALAR, _STACK, _CHECK = (

@@ -104,7 +104,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor of no dimension before it was written to.
+    """A tensor of one element before it was written to.
 
     Attributes:
         number: The number in it.
@@ -423,8 +423,8 @@ class Guards:
 
 
 def _kind_of(value: Any) -> Any:
-    """The part of a lifted value that must stay: its class, and of a tensor the dtype."""
-    return (torch.Tensor, value.dtype) if is_scalar(value) else type(value)
+    """The part of a lifted value that must stay: its class, and of a tensor the form."""
+    return (torch.Tensor, value.dtype, value.shape) if is_scalar(value) else type(value)
 
 
 _SWITCHES = (

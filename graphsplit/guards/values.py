@@ -275,10 +275,10 @@ def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether this is a tensor of no dimension whose number says all about it."""
+    """Whether this is a tensor of one element whose number says all about it."""
     return (
         type(value) is torch.Tensor
-        and value.dim() == 0
+        and value.numel() == 1
         and value.device.type == "cpu"
         and value.dtype in _OF_NUMBERS
         and not value.requires_grad
@@ -286,7 +286,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def number_of(value: Any) -> Any:
-    """The number in a tensor of no dimension; anything else as it is."""
+    """The number in a tensor of one element; anything else as it is."""
     return value.item() if is_scalar(value) else value
 
 

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,19 +21,25 @@ from graphsplit.guards.places import Place
 from graphsplit.guards.values import (
     MISSING,
     MUTABLE,
+    Frozen,
     freeze,
     is_plain,
+    is_scalar,
+    number_of,
     put_into,
     reference_of,
     same,
     shown,
     thaw,
+    with_leaves,
 )
 from graphsplit.planning.recordings import Recordings
 from graphsplit.planning.task import Task
 
 _MAX_LOSSES = 64  # that the script has given, one after the other; as many as recordings are kept
 Values = dict[Any, Any]  # by identity of a place
+Numbers = Sequence[tuple[torch.Tensor, Any]]
+_TENSOR = "\0tensor: "
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,15 @@ class PythonValues:
             elif is_whole and not known.is_whole:
                 self._known[place.identity] = replace(known, is_whole=True)
 
-    def now(self) -> Values:
-        """The snapshots of all places' present values."""
+    def now(self) -> tuple[Values, Numbers]:
+        """The snapshots of all places' present values, and the numbers of tensors in there."""
         self.note()
-        return {key: freeze(known.place.read()) for key, known in self._known.items()}
+        values = {key: freeze(known.place.read()) for key, known in self._known.items()}
+        tensors = (tensor for value in values.values() for tensor in _scalars_in(value))
+        return values, [(tensor, tensor.item()) for tensor in tensors]
 
-    def put(self, values: Mapping[Any, Any]) -> None:
-        """Let places have the values of ``now`` again."""
+    def put(self, values: Mapping[Any, Any], numbers: Numbers = ()) -> None:
+        """Let places, and tensors of one element, have the values of ``now`` again."""
         for is_shared in (False, True):
             for key, value in values.items():
                 place = self._known[key].place
@@ -111,6 +120,10 @@ class PythonValues:
                     # A container that two places have in common holds one value: the other one
                     # gets a container of its own.
                     place.write(thaw(value) if is_shared else put_into(value, there))
+        with torch.no_grad():
+            for tensor, number in numbers:
+                if not same(number, tensor.item()):
+                    tensor.fill_(number)
 
     def kept(self) -> list[list[Any]]:
         """Values that are not as they were when first read, in a form that can be written.
@@ -119,12 +132,13 @@ class PythonValues:
             StateError: One of them cannot be written; names it.
         """
         self.note()
-        found = []
+        found, put = [], self._put_by_script()
         for key, known in self._known.items():
             place, value = known.place, known.place.read()
             frozen = with_names(freeze(value), self._task.network)
-            if same(known.first, value):
+            if same(known.first, value) and not _scalars_in(frozen):
                 continue
+            frozen = with_leaves(frozen, partial(_written, _scalars_in(known.first), put))
             again = self._named(*known.name)
             if not _is_kept(frozen) or again is None or again.identity != key:
                 if not known.is_whole:
@@ -145,15 +159,20 @@ class PythonValues:
         self.note()
         values = {key: known.first for key, known in self._known.items()}
         by_name = {known.name: known.place for known in self._known.values()}
+        numbers: list[tuple[torch.Tensor, Any]] = []
+        put: dict[str, torch.Tensor] = {}
         for label, loss, is_there, value in kept:
             place = by_name.get((label, loss)) or self._named(label, loss)
             if place is None:
                 raise StateError(f"{label} is in a snapshot, and was not found here")
             # One that was not read here yet has no value that is known to be its first.
             self._known.setdefault(place.identity, _Known(place, _UNKNOWN, loss))
-            frozen = with_stand_ins(freeze(value), self._task.network)
+            first = values.get(place.identity, _UNKNOWN)
+            there = _scalars_in(freeze(place.read()) if first is _UNKNOWN else first)
+            frozen = with_leaves(freeze(value), partial(_read, there, put, numbers))
+            frozen = with_stand_ins(frozen, self._task.network)
             values[place.identity] = frozen if is_there else MISSING
-        self.put(values)
+        self.put(values, numbers)
 
     def note_put(self, labels: Iterable[str]) -> None:
         """Values were loaded there: a worker that comes back has others."""
@@ -164,6 +183,15 @@ class PythonValues:
             if place is not None:
                 known = self._known.get(place.identity, _Known(place, _UNKNOWN, number))
                 self._known[place.identity] = replace(known, first=_UNKNOWN)
+
+    def _put_by_script(self) -> list[torch.Tensor]:
+        """The tensors of one element that are not in all of their places since the first read."""
+        return [
+            tensor
+            for known in self._known.values()
+            for tensor in _scalars_in(freeze(known.place.read()))
+            if not any(tensor is one for one in _scalars_in(known.first))
+        ]
 
     def _can_be_filled(self, frozen: Any) -> bool:
         """Whether a container that stays can be given what it held."""
@@ -177,7 +205,51 @@ class PythonValues:
 
 
 def _is_kept(frozen: Any) -> bool:
+    frozen = with_leaves(frozen, number_of)
     return is_plain(frozen) and can_be_written(thaw(frozen))
+
+
+# Tensors of one element: the script replaces them, or writes to those that there were.
+
+
+def _scalars_in(frozen: Any) -> list[torch.Tensor]:
+    if isinstance(frozen, Frozen):
+        return [tensor for item in frozen.items for tensor in _scalars_in(item)]
+    return [frozen] if is_scalar(frozen) else []
+
+
+def _index(tensors: Sequence[torch.Tensor], leaf: Any) -> int | None:
+    return next((index for index, tensor in enumerate(tensors) if tensor is leaf), None)
+
+
+def _written(first: Sequence[torch.Tensor], put: Sequence[torch.Tensor], leaf: Any) -> Any:
+    """The text for a leaf: of such a tensor which one it is, and its number."""
+    if not is_scalar(leaf):
+        return leaf
+    index = _index(put, leaf)
+    form = f"{leaf.dtype} {leaf.dim()} {leaf.item()!r}"
+    if index is None:
+        return f"{_TENSOR}first {_index(first, leaf)} {form}"
+    return f"{_TENSOR}put {index} {form}"
+
+
+def _read(
+    first: Sequence[torch.Tensor],
+    put: dict[str, torch.Tensor],
+    numbers: list[tuple[torch.Tensor, Any]],
+    leaf: Any,
+) -> Any:
+    """The leaf again; a number that a tensor is to have is added to others."""
+    if not (isinstance(leaf, str) and leaf.startswith(_TENSOR)):
+        return leaf
+    whose, index, dtype, dim, number = leaf.removeprefix(_TENSOR).split()
+    if whose == "first":
+        tensor = first[int(index)]
+    else:
+        made = torch.zeros((1,) * int(dim), dtype=getattr(torch, dtype.removeprefix("torch.")))
+        tensor = put.setdefault(index, made)
+    numbers.append((tensor, float(number) if tensor.is_floating_point() else int(number)))
+    return tensor
 
 
 def can_be_written(value: Any) -> bool:

@@ -41,8 +41,6 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
 _OF_NUMPY = (np.floating, np.integer)
-
-
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
 
 
@@ -389,10 +387,10 @@ class Recordings:
             lifted = self._record(mode, signature, places)
         except (CaptureError, OverflowError):  # or a size that a number decides has no bound
             lifted = None
-        was = (*before.lifted(), *map(_number_before, changed))
         now = tuple(number_of(place.read()) for place in places)
+        was = [(*before.lifted(), *numbers) for numbers in _numbers_before(changed)]
         if lifted is not None and not (
-            _gives(lifted, was, before.graph, before.lifted(), signature)
+            any(_gives(lifted, then, before.graph, before.lifted(), signature) for then in was)
             and _gives(lifted, now, graph, (), signature)
         ):
             lifted = None
@@ -456,20 +454,21 @@ def _form(graph: CapturedGraph) -> list[Any]:
 
 
 def _is_number(failure: Failure) -> bool:
-    if is_scalar(failure.new):
-        has_form = is_scalar(failure.old) and failure.old.dtype is failure.new.dtype
-        return has_form or isinstance(failure.old, Written)
+    old, new = failure.old, failure.new
+    if is_scalar(new):
+        is_form = is_scalar(old) and (old.dtype, old.shape) == (new.dtype, new.shape)
+        return is_form or isinstance(old, Written)
     return (
-        (type(failure.new) in (int, float) or isinstance(failure.new, _OF_NUMPY))
-        and type(failure.old) is type(failure.new)
-        and same(failure.new, failure.place.read())
+        (type(new) in (int, float) or isinstance(new, _OF_NUMPY))
+        and type(old) is type(new)
+        and same(new, failure.place.read())
     )
 
 
-def _number_before(failure: Failure) -> Any:
-    """The number in the earlier graph: of a tensor that was written to, the present one."""
-    is_there = isinstance(failure.old, Written)
-    return number_of(failure.new if is_there else failure.old)
+def _numbers_before(changed: Sequence[Failure]) -> Iterator[list[Any]]:
+    """The numbers in the earlier graph: of a tensor written to its own now, or when asked for."""
+    yield [number_of(f.new if isinstance(f.old, Written) else f.old) for f in changed]
+    yield [f.old.number if isinstance(f.old, Written) else number_of(f.old) for f in changed]
 
 
 def _gives(

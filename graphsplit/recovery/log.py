@@ -14,6 +14,7 @@ from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
 from graphsplit.checkpoint.states import Stateful, states_of
 from graphsplit.job.script import ModelCall
+from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
     Given,
@@ -85,7 +86,7 @@ class ModelBefore:
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
-    python_values: Mapping[Any, Any]
+    python_values: tuple[Values, Numbers]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
     was_written_to: bool = False
@@ -123,7 +124,7 @@ class ModelBefore:
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
-        self.share.engine.planner.python_values.put(self.python_values)
+        self.share.engine.planner.python_values.put(*self.python_values)
         self.share.change_again(self.changed)
         self.share.states.resumption = self.resumption
 

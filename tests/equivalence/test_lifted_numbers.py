@@ -135,7 +135,9 @@ USES: dict[str, Use] = {
     ),
     "half that is kept": Use(lambda net, h: h * net.n, lambda s: tensor(falling(s)).bfloat16()),
     "count that is kept": Use(lambda net, h: torch.exp(-net.n) * h, lambda s: tensor(s + 2)),
-    "value of a kept one": Use(lambda net, h: h * net.n.item(), lambda s: tensor(falling(s)), None),
+    "value of a kept one": Use(lambda net, h: h * net.n.item(), lambda s: tensor(falling(s))),
+    "one that is converted": Use(lambda net, h: h * float(net.n), lambda s: tensor(falling(s))),
+    "one of a row": Use(lambda net, h: h * net.n.item() + net.n, lambda s: tensor([falling(s)])),
     "as a dtype": Use(lambda net, h: h * net.n * torch.ones(1, dtype=float).float(), falling, None),
     "index": Use(lambda net, h: h * net.table[net.n % 4], lambda s: s + 2, None),
 }
@@ -225,9 +227,64 @@ def test_a_tensor_of_no_dimension_may_be_written_to(
     assert captures.number <= (use.captures or 8)
 
 
+class Holding(Net):
+    """Reads tensors of one element in a dictionary, a list and an attribute."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__(use)
+        self.kept, self.row, self.one = {"n": tensor(0.5)}, [tensor(0.25)], tensor([0.75])
+
+
+def of_operands(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * net.kept["n"] + net.row[0] * net.one
+
+
+def of_values(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * net.kept["n"].item() + net.row[0].item() * net.one.item()
+
+
+def write_each(net: Any, step: int) -> None:
+    for one in (net.kept["n"], net.row[0], net.one):
+        one.mul_(0.97)
+
+
+def replace_each(net: Any, step: int) -> None:
+    net.kept["n"], net.row[0] = net.kept["n"] * 0.97, tensor(0.25 - step / 100)
+    net.one = net.one - 0.01
+
+
+@pytest.mark.parametrize("change", [write_each, replace_each])
+@pytest.mark.parametrize("use", [of_operands, of_values])
+def test_so_may_those_in_dictionaries_and_lists(
+    use: Any, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = Captures(monkeypatch)
+    assert_same_bits(
+        lambda: Holding(Use(use, falling)),
+        batches_of(8, 3, num=3),
+        steps=6,
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=2,
+        before_step=lambda step, net, loss_fn: change(net, step),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+    assert captures.number <= 2 * 3  # each worker makes its own
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
-    "name", ["dropout", "exp", "warm-up that ends", "float32 of NumPy", "tensor that is kept"]
+    "name",
+    [
+        "dropout",
+        "exp",
+        "warm-up that ends",
+        "float32 of NumPy",
+        "tensor that is kept",
+        "one of a row",
+    ],
 )
 def test_workers_compute_with_the_same_numbers(name: str, microbatches: int) -> None:
     use = USES[name]

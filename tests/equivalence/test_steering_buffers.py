@@ -13,6 +13,7 @@ from alone_helpers import assert_as_alone
 from plain_model import PlainModel
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
 from simulated.compare import difference
+from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
@@ -324,3 +325,17 @@ def test_a_worker_that_comes_back_has_the_buffers_that_steer(progress: int) -> N
     for found in cluster.run():
         assert difference(expected, found) is None
     assert cluster.num_killed == 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_simulated_workers_have_it_all(microbatches: int) -> None:
+    use = counted(below_three, add_in_place)
+    assert_same_bits(
+        lambda: Steered(use, {"count": torch.tensor(0)}),
+        BATCHES,
+        num_workers=2,
+        loss_fn=F.mse_loss,
+        steps=5,
+        microbatches=microbatches,
+        before_step=lambda step, net, loss_fn: add_in_place(net) if step == 1 else None,
+    )

@@ -47,6 +47,7 @@ ON_DISK = (
     "sampler_that_counts_epochs",
     "sampler_with_set_epoch",
     "scaled_and_clipped",
+    "tensors_of_one_element",
     "tied_over_workers",
     "two_models_of_the_same_modules",
     "unfrozen_by_a_callback",

@@ -171,6 +171,47 @@ def python_values(place: bool = True) -> Any:
     return found, all_of(model), net.scale, net.calls, net.flag, of_numpy, list(net.recent)
 
 
+class Scaled(nn.Module):
+    """Reads tensors of one element: in an attribute, in a dictionary, and by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.scale, self.table = torch.tensor(0.5), {"by": torch.tensor([0.25]), "at": 1.0}
+        self.row = [torch.tensor(3), torch.tensor(0.125)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x)) * self.scale + self.table["by"] * self.table["at"]
+        hidden = self.second(hidden) * self.row[1].item() + self.row[0]
+        found: torch.Tensor = self.third(hidden)
+        return found
+
+
+class Scaling(gs.callbacks.Callback):
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def on_step_end(self, context: Any) -> None:
+        self.net.scale.mul_(0.97)
+        self.net.table["by"], self.net.table["at"] = self.net.table["by"] * 0.9, 0.5
+        self.net.row[0] += 1
+
+
+@feature
+def tensors_of_one_element(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Scaled(), "first", "second", "third", place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    found: list[Any] = []
+    for _ in range(2):
+        model.train(1, batches(), callbacks=[Scaling(net)])
+        for x, y in batches():
+            net.scale = net.scale - 0.01
+            net.row[1].data.mul_(0.9)
+            found.append(model.train_step(x, y))
+    return found, all_of(model), net.scale, net.table, net.row
+
+
 class Appending(nn.Module):
     """Reads the ends of lists that it and the script append to, and a buffer that steers it."""
 

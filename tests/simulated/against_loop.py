@@ -11,6 +11,7 @@ import torch
 from graphsplit.batches.signature import Arguments, split_batch
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
+from graphsplit.torch_ext.steering import steers
 from simulated.compare import difference
 from simulated.reference import EagerLoop
 from simulated.simulate import SimulatedCluster, SimulatedWorker
@@ -73,7 +74,10 @@ class Comparison:
             owner = self._cluster.owner_of(name)
             self._compare_tensor(name, tensor, owner, held[owner.rank][name])
             for worker in workers:
-                if worker is not owner and not is_elsewhere(held[worker.rank][name]):
+                here = held[worker.rank][name]
+                if steers(here):  # every worker has it
+                    self._compare_tensor(name, tensor, worker, here)
+                elif worker is not owner and not is_elsewhere(here):
                     raise AssertionError(f"{self._when}: worker {worker.rank} still holds {name!r}")
         for worker in workers:
             self._compare_worker(worker)

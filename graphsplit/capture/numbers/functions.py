@@ -40,6 +40,7 @@ from graphsplit.capture.numbers.lifted import (
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.classes import is_watchable_module
 from graphsplit.guards.values import SYMBOLIC
+from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.replaced import Patch, replaced
 
 
@@ -106,6 +107,8 @@ def computed_with(lifted: Lifted) -> Iterator[None]:
             stack.enter_context(replaced(owner, name, _asked(getattr(owner, name))))
         plain = SymNode.guard_float
         stack.enter_context(replaced(SymNode, "guard_float", found.given_by(plain)))
+        if lifted.tensors:
+            stack.enter_context(_AnswersForTensors(lifted))
         _here.lifted = lifted
         stack.callback(vars(_here).clear)
         yield
@@ -168,6 +171,8 @@ def _converting(kind: Any) -> type:
 
     class OfKind(type):
         def __call__(cls, *args: Any, **options: Any) -> Any:
+            if len(args) == 1 and not options and hasattr(_here, "lifted"):
+                args = (_here.lifted.shown(args[0]),)
             if len(args) == 1 and not options and _are_lifted(args):
                 return made(_here.lifted, kind, args)
             return kind(*args, **options)
@@ -193,6 +198,24 @@ CONVERSIONS: dict[str, Any] = {
     "isinstance": _is_instance,
 }
 """Stand for Python's own among the globals of code that is recorded with lifted numbers."""
+
+
+class _AnswersForTensors(TorchCalls):
+    """Answers code that asks a tensor for its number, where a number is lifted that is in one."""
+
+    def __init__(self, lifted: Lifted) -> None:
+        super().__init__()
+        self._lifted = lifted
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function of torch."""
+        if function is torch.Tensor.item:
+            number = self._lifted.shown(args[0])
+            if number is not args[0]:
+                return number
+        return function(*args, **kwargs)
 
 
 class _Arguments:

@@ -30,6 +30,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import SYMBOLIC, number_of
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, active_fake_mode
 
 
@@ -100,6 +101,7 @@ class Lifted:
         made: Symbols of what Python has made of them by functions.
         conditions: Expressions of symbols that must be true.
         questions: What was asked of them.
+        tensors: By identity, the tensors that stand for those in tensors, each with its symbol.
     """
 
     places: tuple[Place, ...] = ()
@@ -108,6 +110,12 @@ class Lifted:
     made: list[Any] = field(default_factory=list)
     conditions: list[Any] = field(default_factory=list)
     questions: list[QuestionOfNumbers] = field(default_factory=list)
+    tensors: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+
+    def shown(self, value: Any) -> Any:
+        """The number in a tensor that stands for one, unless code has written to it."""
+        tensor, number = self.tensors.get(id(value), (None, None))
+        return number if tensor is not None and not writes_of(tensor) else value
 
 
 @contextmanager
@@ -126,19 +134,27 @@ def lifted_in_place(places: Sequence[Place]) -> Iterator[Lifted]:
     try:
         for index, (place, value) in enumerate(zip(places, lifted.values, strict=True)):
             number = _stand_in(value, lifted.symbols, NUMBER, (index,), f"lifted_{index}")
-            is_tensor = isinstance(before[index], torch.Tensor)
-            place.write(as_scalar(number, before[index].dtype) if is_tensor else number)
+            if isinstance(before[index], torch.Tensor):
+                tensor = as_tensor(number, before[index])
+                lifted.tensors[id(tensor)] = tensor, number
+                place.write(tensor)
+            else:
+                place.write(number)
         yield lifted
         _take_conditions(lifted)
     finally:
         del _here.tracer
+        lifted.tensors.clear()
         for place, value in zip(places, before, strict=True):
             place.write(value)
 
 
-def as_scalar(number: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of no dimension that stands for one of the user's, in what is recorded."""
-    return torch.scalar_tensor(number, dtype=dtype)
+def as_tensor(number: Any, form: torch.Tensor) -> torch.Tensor:
+    """The tensor of one element that stands for one of the user's, in what is recorded."""
+    made = torch.scalar_tensor(number, dtype=form.dtype)
+    for _ in form.shape:
+        made = torch.stack([made])
+    return made
 
 
 def made(lifted: Lifted, function: Callable[..., Any], args: Sequence[Any]) -> Any:

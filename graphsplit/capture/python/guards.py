@@ -165,6 +165,7 @@ class StateWatch:
                 recorder.by_name.others = {**identities.FUNCTIONS, **conversions}
                 with identities.as_keys():
                     self._kept.bring_in()
+                self._kept.leave_out(tensor for tensor, _ in lifted.tensors.values())
                 for place in lifted.places:
                     recorder.note_lifted(place)
                 run_again = RunAgain(recorder)
@@ -193,7 +194,7 @@ class StateWatch:
             finally:
                 try:
                     recorder.note_unseen()
-                    self.replaced = _replaced(recorder.noted.values())
+                    self.replaced = _replaced(recorder.noted.values(), lifted)
                     left = changes_of(recorder.noted, computed)
                     reforms = self._kept.changes(label_of_path)
                     self._changes = (*left, *marks.changes(), *reforms)
@@ -300,14 +301,15 @@ class StateWatch:
                 )
 
 
-def _replaced(noted: Iterable[Noted]) -> list[Key]:
+def _replaced(noted: Iterable[Noted], lifted: Lifted) -> list[Key]:
     """Attributes of modules that hold a tensor without values where a tensor was."""
     return [
         (one.place.module, one.place.key)
         for one in noted
         if one.place.module is not None
         and isinstance(one.first, torch.Tensor)
-        and isinstance(one.place.read(), FakeTensor)
+        and isinstance(now := one.place.read(), FakeTensor)
+        and id(now) not in lifted.tensors
     ]
 
 

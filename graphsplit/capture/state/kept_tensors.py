@@ -176,6 +176,10 @@ class KeptTensors:
                 self._before.append((place, value))
                 _put(place, with_leaves(value, lambda leaf: standing.get(id(leaf), leaf)))
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take tensors without values that stand in places for none that code has left."""
+        self._real.update((id(tensor), (tensor, tensor)) for tensor in tensors)
+
     def put_back(self) -> None:
         """Let places hold what they held before ``bring_in``."""
         for place, value in self._before:
@@ -183,6 +187,11 @@ class KeptTensors:
             if place.read() is not there:
                 place.write(there)
         self._before = []
+
+    def _may_be_left(self, leaf: Any) -> bool:
+        return (
+            isinstance(leaf, FakeTensor) and self._real.get(id(leaf), (leaf, None))[1] is not leaf
+        )
 
     def real_of(self, leaf: Any) -> Any:
         """The tensor that a place holds while nothing is recorded; anything else as it is."""
@@ -204,7 +213,7 @@ class KeptTensors:
         places = {
             identity: one
             for identity, one in noted.items()
-            if any_leaf(freeze(one.place.read()), lambda leaf: isinstance(leaf, FakeTensor))
+            if any_leaf(freeze(one.place.read()), self._may_be_left)
             and (identity in self._places or not may_be_a_buffer(one.first, one.place))
         }
         left = [item for one in places.values() for item in _left_in(one)]
