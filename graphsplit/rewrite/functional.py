@@ -39,6 +39,8 @@ from graphsplit.rewrite.shared_memory import SharedMemory
 from graphsplit.torch_ext.fakes import copy_notes
 from graphsplit.torch_ext.private import FakeTensor
 
+_PURE = (operator.getitem, torch.ops.aten.alias.default)
+
 
 @dataclass(frozen=True)
 class Functional:
@@ -142,8 +144,16 @@ class _Functionaliser:
         if root is node:
             self._shared.check(node)
             self._memories[node] = _Memory(self._env[node], 0, node.name)
+            if self._shared.is_view_inside(node):  # what comes before a write goes through it
+                self._env[node] = self._seen(node)
         if root is not None:
             self._defined_at[node] = self._memories[root].version
+
+    def _seen(self, node: FxNode) -> FxNode:
+        alias, name = torch.ops.aten.alias.default, f"{node.name}_seen"
+        made = self._add(alias, (self._env[node],), name, origin=node.name, like=node)
+        made.meta["val"] = node.meta["val"]
+        return made
 
     def _is_stale(self, views: Any, root: FxNode | None) -> bool:
         """Whether a tuple of views was taken before the last write."""
@@ -156,7 +166,7 @@ class _Functionaliser:
         if root is None:
             return self._env[node]
         memory = self._memories[root]
-        if node is root:
+        if node is root and not self._shared.is_view_inside(root):
             return memory.node
         if self._defined_at[node] == memory.version:
             return self._env[node]
@@ -262,8 +272,9 @@ class _Functionaliser:
         for operand in written:
             root = self._shared.root(operand)
             is_used = any(self._position[user] > here for user in self._shared.users(operand))
-            if root not in (None, operand) and is_used:
-                assert root is not None
+            if root is None or (root is operand and not self._shared.is_view_inside(root)):
+                continue
+            if is_used:
                 version = self._memories[root].version
                 self._again[operand] = (version, self._take_again(operand, root))
 
@@ -315,7 +326,7 @@ class _Functionaliser:
 
     def _drop_unused(self) -> None:
         for node in reversed(list(self._new.nodes)):
-            is_pure = node.target is operator.getitem or isinstance(node.target, ViewAgain)
+            is_pure = isinstance(node.target, ViewAgain) or node.target in _PURE
             if node.name in self._origins and is_pure and not node.users:
                 self._new.erase_node(node)
                 del self._origins[node.name]

@@ -24,7 +24,9 @@ from graphsplit.capture.operations.memory_calls import (
     filled,
 )
 from graphsplit.errors import PlacementError
-from graphsplit.torch_ext.private import FakeTensor, OpOverload
+from graphsplit.torch_ext.attributes import base_of
+from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel, pytree
 
 
 class SharedMemory:
@@ -46,6 +48,7 @@ class SharedMemory:
         self._made = self._closed({self.fx_nodes[name] for name in names})
         self._same: dict[FxNode, FxNode] = {}
         self._returned: dict[FxNode, list[FxNode]] = {}
+        self._views: dict[FxNode, bool] = {}
 
     def _closed(self, memories: set[FxNode]) -> set[FxNode]:
         """All that is written together with these memories belongs to them."""
@@ -87,6 +90,19 @@ class SharedMemory:
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
             raise self.refusal(root, "has no memory of which a copy could be modified")
 
+    def is_view_inside(self, root: FxNode) -> bool:
+        """Whether what made a memory gave a view of what it has inside, as ``linear`` on rows does.
+
+        Eager mode makes the function of such a value anew at each write, as that of every view.
+        """
+        if root not in self._views:
+            note, target = self.notes[root.name], root.target
+            is_composed = isinstance(target, OpOverload) and has_kernel(
+                target.name(), "CompositeImplicitAutograd"
+            )
+            self._views[root] = is_composed and note.requires_grad and _gives_view(root)
+        return self._views[root]
+
     def note_same(self, node: FxNode, operand: FxNode) -> None:
         """An in-place operation returned its operand: the very same tensor."""
         operand = self.canonical(operand)
@@ -120,6 +136,8 @@ class SharedMemory:
         while node is not root:
             path.append(node)
             node = self.canonical(self._parent(node, root))
+        if not path and self.is_view_inside(root):
+            return (Strided(()),)
         steps: list[Step] = []
         plain: list[Taken] = []
         for view in reversed(path):
@@ -169,6 +187,24 @@ class SharedMemory:
             f"  Fix: {or_else}place the operations that use it on one worker, or use operations "
             f"that return new tensors."
         )
+
+
+def _gives_view(node: FxNode) -> bool:
+    target: Any = node.target
+    operands = torch.fx.map_arg((node.args, node.kwargs), value_of)
+
+    def run() -> Any:
+        with torch.enable_grad():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _with_gradient, operands)
+            return target(*args, **kwargs)
+
+    found = on_fakes(node, run)
+    return isinstance(found, torch.Tensor) and base_of(found) is not found
+
+
+def _with_gradient(operand: torch.Tensor) -> torch.Tensor:
+    operand = operand.detach()
+    return operand.requires_grad_() if operand.is_floating_point() else operand
 
 
 def _can_be_repeated(view: FxNode) -> bool:

@@ -523,3 +523,31 @@ def one_step_over_workers(function: Function) -> SimulatedCluster:
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference(expected, actual, strides=True) is None
+
+
+class ReadBefore(nn.Module):
+    """A value that is read twice, and then written to elsewhere; ``linear`` on rows gives a view.
+
+    Eager adds up the gradients of the two reads first, and then that of the write.
+    """
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.fc, self.dims = nn.Linear(8, 8), dims
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x if self.dims == 2 else x[:, None].expand(4, 3, 8))
+        before = h.exp() - h * 2.0 + h[..., :1]
+        with place("MS_WORKER", 1):
+            h.relu_()
+        return (before + h * 0.5).reshape(4, -1)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_gradients_of_what_an_operation_gives_as_a_view_of_its_own(dims: int) -> None:
+    assert_same_bits(
+        partial(ReadBefore, dims),
+        batches_of(4, 8, num=3),
+        num_workers=2,
+        loss_fn=rows_against_target,
+    )
