@@ -22,7 +22,7 @@ from graphsplit.runtime.segments.compiled import compiler_of, problems_of_compil
 from graphsplit.schedule.auto import POLICIES
 from graphsplit.settings import FAIL_FAST
 from graphsplit.train.callbacks import Callback
-from graphsplit.train.metrics import Metric, as_metrics
+from graphsplit.train.metrics import as_metrics, can_count
 
 
 def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -> list[str]:
@@ -154,10 +154,10 @@ def _problems_of_metrics(metrics: Any) -> list[str]:
             f"{{'Accuracy': gs.metrics.Accuracy()}}"
         ]
     return [
-        f"metric {name!r} is {described(metric)}; expected a graphsplit.metrics.Metric, or a "
-        f"function (outputs, target) -> number"
+        f"metric {name!r} is {described(metric)}; expected a graphsplit.metrics.Metric, an object "
+        f"with reset, update and compute, or a function (outputs, target) -> number"
         for name, metric in metrics.items()
-        if not isinstance(metric, Metric) and (isinstance(metric, type) or not callable(metric))
+        if isinstance(metric, type) or not (callable(metric) or can_count(metric))
     ]
 
 

@@ -278,7 +278,7 @@ class EagerEngine(Engine):
                 found = run_batch(self._network, task.loss_fn, *args, **kwargs)
                 update_metrics(task, metrics, arguments, found)
         need_batches(num_batches)
-        return {name: metric.compute() for name, metric in metrics.items()}
+        return {name: float(metric.compute()) for name, metric in metrics.items()}
 
     def predict(self, arguments: Arguments) -> Any:
         """Run the network in eval mode, without gradients."""

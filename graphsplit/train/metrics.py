@@ -171,12 +171,46 @@ class BatchMean(_Mean):
         self._add(found, num_samples)
 
 
-def as_metrics(given: Mapping[str, Metric | Callable[[Any, Any], Any]] | None) -> dict[str, Metric]:
+class OfObject(Metric):
+    """A metric as torchmetrics and torcheval have it.
+
+    Args:
+        counted: Has ``reset()``, ``update(outputs, target)`` and ``compute()``.
+    """
+
+    def __init__(self, counted: Any) -> None:
+        self._counted = counted
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._counted.reset()
+
+    def update(
+        self, *, outputs: Any, target: Any, loss: torch.Tensor | None, num_samples: int
+    ) -> None:
+        """Show the object one batch."""
+        self._counted.update(outputs, target)
+
+    def compute(self) -> float:
+        """One number: what the object makes of all batches."""
+        return float(self._counted.compute())
+
+
+def can_count(metric: Any) -> bool:
+    """Whether something is a metric as other libraries have it."""
+    methods = ("reset", "update", "compute")
+    return all(callable(getattr(metric, name, None)) for name in methods)
+
+
+def as_metrics(given: Mapping[str, Any] | None) -> dict[str, Metric]:
     """Metrics by name; a function becomes its mean over the batches."""
-    return {
-        name: metric if isinstance(metric, Metric) else BatchMean(name, metric)
-        for name, metric in (given or {}).items()
-    }
+    found: dict[str, Metric] = {}
+    for name, metric in (given or {}).items():
+        if isinstance(metric, Metric):
+            found[name] = metric
+        else:
+            found[name] = OfObject(metric) if can_count(metric) else BatchMean(name, metric)
+    return found
 
 
 def need_batches(num_batches: int) -> None:

@@ -244,3 +244,37 @@ def test_a_mapping_with_a_loss_fn(microbatches: int):
     everywhere(lambda: script(lambda: as_targets("labels")), expected)
     with pytest.raises(ConfigurationError, match=r"a mapping with input, y; the Model has a loss"):
         script(lambda: as_targets("y"))
+
+
+class LargestOfAll:
+    """As torchmetrics' metrics are: called, it gives the value of one batch."""
+
+    def reset(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.seen.append(preds[target == 0])
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.seen).max()
+
+    def __call__(self, preds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return preds[target == 0].max()
+
+
+def test_an_object_that_counts_sees_all_batches():
+    net = nn.Identity()
+    batches = [
+        (torch.tensor([[1.0], [9.0]]), torch.tensor([0, 1])),
+        (torch.tensor([[4.0]]), torch.tensor([0])),
+    ]
+    model = gs.Model(
+        net, lambda outputs, target: outputs.sum(), metrics={"Largest": LargestOfAll()}
+    )
+    found = model.eval(batches)
+    assert found == {"Largest": 4.0} and type(found["Largest"]) is float
+
+
+def test_what_is_no_metric_is_refused():
+    with pytest.raises(ConfigurationError, match="an object with reset, update and compute"):
+        gs.Model(nn.Identity(), metrics={"Largest": LargestOfAll})
