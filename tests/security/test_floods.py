@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ import pytest
 from graphsplit.cluster.member.member import Member, NodeIdentity
 from graphsplit.cluster.status.client import fetch_status
 from graphsplit.failure import AbortSignal
-from graphsplit.launchers.ports import find_free_port, is_free
+from graphsplit.launchers.ports import find_free_port, holder_of, is_free
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
@@ -81,45 +82,67 @@ def test_a_flood_costs_little_and_members_come_in_and_finish(tmp_path: Path) -> 
     assert "one in 2 is let in" in log.read_text() or "proved nothing" in log.read_text()
 
 
-def test_a_job_whose_workers_are_flooded_loses_one_gets_it_back_and_has_the_bits(
-    tmp_path: Path,
+# GS_TEST_LONG=<minutes> floods for about so long, in which a worker dies every few seconds.
+LONG_MINUTES = float(os.environ.get("GS_TEST_LONG") or 0)
+DEATHS = 1 + round(8 * LONG_MINUTES)
+JOBS = {"wait_rejoin": ("--epochs", str(8 * DEATHS))}
+if LONG_MINUTES:  # a job goes on long enough to be joined
+    JOBS["go_on"] = ("--replicated", "--late", "0.5", "--epochs", str(300 * DEATHS))
+
+
+@pytest.mark.timeout(240 + 600 * LONG_MINUTES)
+@pytest.mark.parametrize("policy", JOBS)
+def test_a_job_that_is_flooded_loses_workers_takes_them_in_and_has_the_bits(
+    policy: str, tmp_path: Path
 ) -> None:
-    """Strangers at the ports of two workers, from before the first step to the end."""
-    script = [str(RECOVERING), "--epochs", "8"]
+    """Strangers at the scheduler's port and a worker's, from before the first step to the end."""
+    script = [str(RECOVERING), *JOBS[policy]]
     alone = subprocess.run(
         [sys.executable, *script], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    first = find_free_port("127.0.0.1")
+    first, port = find_free_port("127.0.0.1"), find_free_port("127.0.0.1")
     own = {"GS_TRANSPORT": "grpc", "GS_WORKER_PORTS": f"{first}-{first + 9}"}
-    own |= {"GS_RECOVERY": "wait_rejoin", "GS_SNAPSHOT_EVERY": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "graphsplit", "run", "-n", "3", "--restarts", "1", *script]
-    die = ["--die", "1:BACKWARD:5", "--marks", str(tmp_path)]
+    own |= {"GS_RECOVERY": policy, "GS_SNAPSHOT_EVERY": "2", "OMP_NUM_THREADS": "1"}
+    options = ["-n", "3", "--restarts", str(DEATHS), "--port", str(port)]
+    moments = ",".join(f"{1 + n % 2}:BACKWARD:{5 + 8 * n}" for n in range(DEATHS))
+    command = [sys.executable, "-m", "graphsplit", "run", *options, *script]
     flooder = [sys.executable, str(Path(__file__).with_name("flooder.py"))]
     with subprocess.Popen(
-        [*command, *die], env={**os.environ, **own}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
+        [*command, "--die", moments, "--marks", str(tmp_path)], env={**os.environ, **own},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as job:  # fmt: skip
         assert job.stdout is not None
         said = []
         while "all 3 workers registered" not in "".join(said[-1:]):
             said.append(job.stdout.readline())
             assert said[-1], "".join(said)
-        taken = (port for port in range(first, first + 10) if not is_free("127.0.0.1", port))
-        ports = list(taken)[:2]
-        floods = [subprocess.Popen([*flooder, str(port), str(JOB_FLOOD_S)]) for port in ports]
+        scheduler = int(holder_of(port).split()[1])
+        before_kib = peak = peak_kib(scheduler)
+        taken = next(one for one in range(first, first + 10) if not is_free("127.0.0.1", one))
+        floods = [
+            subprocess.Popen([*flooder, str(one), str(JOB_FLOOD_S * (1 + LONG_MINUTES))])
+            for one in (port, taken)
+        ]
+        began = time.monotonic()
         try:
-            output = "".join(said) + job.communicate(timeout=3 * DEADLINE_S)[0]
+            for line in job.stdout:
+                said.append(line)
+                with suppress(OSError):
+                    peak = peak_kib(scheduler)
             assert all(flood.poll() is None for flood in floods), "they have left before the job"
         finally:
             for flood in floods:
                 flood.kill()
                 flood.wait()
-    assert job.returncode == 0 and len(ports) == 2, output
-    assert "starting it again (0 restarts left)" in output
+    output, seconds = "".join(said), time.monotonic() - began
+    sys.stdout.write(f"{seconds:.1f} s, {peak - before_kib} KiB more, {len(output)} B said\n")
+    assert job.returncode == 0, output
+    assert len(list(tmp_path.iterdir())) == DEATHS
+    assert output.count("starting it again (") == DEATHS
     for rank in range(3):
         lines = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
         assert [line for line in lines if line in alone][-len(alone) :] == alone, output
-    assert len(output) < 100_000
+    assert len(output) < 100_000 and peak - before_kib < 16 << 10
 
 
 EPOCH = re.compile(r"\[worker ([01])\] epoch ([\d.]+) ([\d.]+)")
