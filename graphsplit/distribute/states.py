@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.parameters import mark_of
@@ -57,7 +58,11 @@ class OptimizerState:
 
         def run() -> Any:
             with self._job.reporting(), DisableTorchFunctionSubclass():
-                return gather_entries(optimizer, self._owners(), self._job.control)
+                # It may still hold parameters of layers that were taken out of the network.
+                held = {str(id(p)): p for p in parameters_of(optimizer)}
+                known = self._job.owners.known(held)
+                owners = {**{int(n): rank for n, rank in known.items()}, **self._owners()}
+                return gather_entries(optimizer, owners, self._job.control)
 
         return self._job.script.collective(ModelCall("optimizer.state_dict", run))
 
