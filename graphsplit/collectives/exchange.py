@@ -125,7 +125,7 @@ def _difference(part: PartOfJob, told: Sequence[str]) -> str:
         if call != calls[0][0]:
             return mismatch(
                 f"{part.name(0)}: {calls[0][0]}, at {calls[0][2]}",
-                f"{part.name(index)}: {call}, at {line}",
+                f"{part.name(index)}: {f'{call}, at {line}' if call else 'not in such a call'}",
             )
     return ""
 
