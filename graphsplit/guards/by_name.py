@@ -56,6 +56,9 @@ class AskedByName:
 
         def of_globals() -> dict[str, Any]:
             self._ask(held, None, True)
+            for text in sys._getframe(1).f_code.co_consts:  # globals().get("BETA", 0.5)
+                if isinstance(text, str) and text.isidentifier() and text not in held:
+                    self._ask(held, text, True)
             return held
 
         def of_all(*one: Any) -> Any:

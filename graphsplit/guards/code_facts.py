@@ -7,6 +7,7 @@ a container is taken for anything else, all of it counts as read.
 
 from __future__ import annotations
 
+import builtins
 import dis
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import nn
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users, where_defined
+from graphsplit.guards.classes import is_watchable_module
 from graphsplit.guards.places import Place, PlaceKind, entry
 
 _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
@@ -165,7 +167,32 @@ def _past_copies(instructions: Sequence[dis.Instruction], at: int) -> int:
     return at
 
 
-# PyTorch's own functions that code calls by name: a script may put others there (F.relu = f).
+# Functions of libraries that code calls by name: a script may put others there (F.relu = f).
+
+
+def library_places(code: CodeType, held: Mapping[str, Any]) -> Iterator[Place]:
+    """The places of Python's own functions, and of those of libraries, that code names.
+
+    Args:
+        code: What ran.
+        held: Its globals.
+    """
+    for name, items in facts_of(code).globals_read.items():
+        if name in held:
+            yield from _functions_in(held[name], items or ())
+        elif callable(vars(builtins).get(name)):
+            yield entry(vars(builtins), name, f"builtins.{name}")
+
+
+def _functions_in(module: Any, items: Iterable[Item]) -> Iterator[Place]:
+    if not isinstance(module, ModuleType) or is_watchable_module(module):
+        return  # what is read of the user's own modules is noted as it is read
+    for item in items:
+        value = vars(module).get(item.key)
+        if _is_function(value):
+            yield entry(vars(module), item.key, f"{module.__name__}.{item.key}")
+        elif item.then is not None:
+            yield from _functions_in(value, (item.then,))
 
 
 def names_used_by(kinds: Iterable[type]) -> set[str]:

@@ -287,7 +287,10 @@ class ReadRecorder(ValueVisitor):
         for count in range(1, len(parts) + 1):
             module = sys.modules.get(".".join(parts[:count]))
             if module is not None:
-                self.meet(module, ".".join(parts[:count]))
+                whole = ".".join(parts[:count])
+                if isinstance(module, ModuleType) and is_watchable_module(module):
+                    self.note(entry(sys.modules, whole, f"sys.modules[{whole!r}]"))
+                self.meet(module, whole)
 
     def _asked(self, holder: Any, name: str | None, is_read: bool) -> None:
         """A module, a class, a function or all globals are asked for a name that was computed."""

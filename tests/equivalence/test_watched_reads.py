@@ -12,6 +12,7 @@ import decimal
 import functools
 import importlib
 import logging
+import math
 import multiprocessing
 import optparse
 import queue
@@ -312,12 +313,38 @@ def _made_by_hand(what: str, *, is_named: bool = True) -> tuple[Weigh, SetWeight
     }[what]()
 
 
+def _in_place_of(module: ModuleType, name: str, read: Weigh) -> tuple[Weigh, SetWeight]:
+    """Another function is put into a library."""
+    return read, lambda value: setattr(module, name, lambda _: value)
+
+
+def _imported_anew() -> tuple[Weigh, SetWeight]:
+    def read() -> float:
+        import settings_of_a_test  # type: ignore[import-not-found]
+
+        return float(settings_of_a_test.weight)
+
+    def write(value: float) -> None:
+        sys.modules["settings_of_a_test"] = other = ModuleType("settings_of_a_test")
+        other.__dict__["weight"] = value
+
+    return read, write
+
+
+def _global_that_appears() -> tuple[Weigh, SetWeight]:
+    return lambda: globals().get("NOT_YET", 1.0), lambda v: globals().update(NOT_YET=v)
+
+
 @pytest.fixture
-def decimals_as_before() -> Iterator[None]:
+def python_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = decimal.getcontext()
     decimal.setcontext(before.copy())
+    monkeypatch.setattr(builtins, "ascii", ascii)
+    monkeypatch.setattr(math, "fsum", math.fsum)
+    monkeypatch.setitem(sys.modules, "settings_of_a_test", settings)
     yield
     decimal.setcontext(before)
+    globals().pop("NOT_YET", None)
 
 
 def _decimals() -> tuple[Weigh, SetWeight]:
@@ -472,11 +499,15 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "annotations": _annotated,
     "dictionary that has all attributes": _dotted,
     "cache without a bound": lambda: _cached(maxsize=None),
+    "function of Python's own": lambda: _in_place_of(builtins, "ascii", lambda: float(ascii(1.0))),
+    "function of a library": lambda: _in_place_of(math, "fsum", lambda: math.fsum((1.0,))),
+    "import of another module": _imported_anew,
+    "globals().get()": _global_that_appears,
 }
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.usefixtures("decimals_as_before")
+@pytest.mark.usefixtures("python_as_before")
 def test_whatever_way_code_reads_a_value_its_changes_count(name: str) -> None:
     read, write = WAYS[name]()
     seen: list[tuple[int, float]] = []

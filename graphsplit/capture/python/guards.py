@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.frames import users_line_now
 from graphsplit.guards.changes import Change, changes_of, put_all_back
 from graphsplit.guards.check import Guards, Watched
-from graphsplit.guards.code_facts import names_used_by, torch_places
+from graphsplit.guards.code_facts import library_places, names_used_by, torch_places
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
@@ -273,9 +274,10 @@ class StateWatch:
             self._check_parameters(module, label)
             watched += _structure(module, label, path)
         names = recorder.names | names_used_by(map(type, modules))
+        of_code = (library_places(code, held) for code, held in recorder.executed.values())
         watched += [
             Watched(place, outside(place.holder, place.key, place.read()))
-            for place in torch_places(names)
+            for place in chain(torch_places(names), *of_code)
         ]
         forget_fake_tensors()
         watched += [
