@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -261,3 +262,27 @@ def slot_of(kind: type, name: str) -> Any:
         if type(found).__name__ == "member_descriptor":
             return found
     return None
+
+
+_passed: dict[int, CodeType] = {}  # code of files that are not watched; held, as modules hold it
+
+
+def tracing(
+    ran: Callable[[CodeType, dict[str, Any]], None], imported: Callable[[str], None]
+) -> Callable[..., None]:
+    """A trace function that tells of the user's functions; of others as quickly as it can."""
+    passed = _passed
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if id(code) in passed:
+            return
+        if is_watched_code(code, frame.f_globals):
+            ran(code, frame.f_globals)
+        elif code is importlib.import_module.__code__:
+            name, package = frame.f_locals["name"], frame.f_locals["package"]
+            imported(importlib.util.resolve_name(name, package))
+        elif not code.co_filename.startswith("<"):
+            passed[id(code)] = code
+
+    return trace

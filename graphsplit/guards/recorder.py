@@ -16,7 +16,6 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,10 +42,10 @@ from graphsplit.guards.classes import (
     is_hung_on,
     is_watchable,
     is_watchable_module,
-    is_watched_code,
     is_watched_file,
     own_dictionary,
     slot_of,
+    tracing,
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
@@ -99,7 +98,7 @@ class ReadRecorder(ValueVisitor):
         super().__init__(root, labels, HookedClasses(hooks), real_of)
         self.by_name = AskedByName(self._asked)
         self.ask_classes: Callable[[], None] = lambda: None
-        self._trace = _tracing(self._ran, self._imported)
+        self._trace = tracing(self._ran, self._imported)
         self._is_off = True
         self._is_paused = is_paused
         self._root = root
@@ -477,27 +476,3 @@ def _is_put_there_by_capture(value: Any) -> bool:
         and is_own(value.__code__.co_filename)
         and "__wrapped__" not in vars(value)  # gs.opaque's are the user's
     )
-
-
-_passed: dict[int, CodeType] = {}  # code of files that are not watched; held, as modules hold it
-
-
-def _tracing(
-    ran: Callable[[CodeType, dict[str, Any]], None], imported: Callable[[str], None]
-) -> Callable[..., None]:
-    """A trace function that tells of the user's functions; of others as quickly as it can."""
-    passed = _passed
-
-    def trace(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if id(code) in passed:
-            return
-        if is_watched_code(code, frame.f_globals):
-            ran(code, frame.f_globals)
-        elif code is importlib.import_module.__code__:
-            name, package = frame.f_locals["name"], frame.f_locals["package"]
-            imported(importlib.util.resolve_name(name, package))
-        elif not code.co_filename.startswith("<"):
-            passed[id(code)] = code
-
-    return trace
