@@ -87,7 +87,7 @@ LONG_MINUTES = float(os.environ.get("GS_TEST_LONG") or 0)
 DEATHS = 1 + round(8 * LONG_MINUTES)
 JOBS = {"wait_rejoin": ("--epochs", str(8 * DEATHS))}
 if LONG_MINUTES:  # a job goes on long enough to be joined
-    JOBS["go_on"] = ("--replicated", "--late", "0.5", "--epochs", str(300 * DEATHS))
+    JOBS["go_on"] = ("--replicated", "--late", "0.5", "--epochs", str(300 + 60 * DEATHS))
 
 
 @pytest.mark.timeout(240 + 600 * LONG_MINUTES)
