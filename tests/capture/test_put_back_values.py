@@ -79,10 +79,10 @@ def test_two_places_that_hold_one_list_get_the_values_that_they_had():
     shared: list[int] = [7]
     held: dict[str, Any] = {"a": [1], "b": [2]}
     values = PythonValues(_Watching(held), SimpleNamespace(network=nn.Identity(), loss_fn=None))  # type: ignore[arg-type]
-    then = values.now()
+    then, numbers = values.now()
     kept = {key: freeze(list(one.container)) for key, one in then.items()}
     held["a"] = held["b"] = shared
-    values.put(kept)
+    values.put(kept, numbers)
     assert held == {"a": [1], "b": [2]}
     assert held["a"] is not held["b"]
 

@@ -132,7 +132,10 @@ def compare(
 
 
 @pytest.mark.parametrize(("microbatches", "options"), [(1, {"recompute": True}), (4, {})])
-def test_state_changes_as_often_as_in_eager_mode(microbatches: int, options: Any) -> None:
+def test_state_changes_as_often_as_in_eager_mode(
+    microbatches: int, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PLACEMENTS", "1")  # each test predicts, too
     before = [calls, count.__dict__.get("calls", 0), *kept.counts()]
     compare(gs.opaque(count), microbatches=microbatches, **options)
     after = [calls, count.__dict__["calls"], *kept.counts()]

@@ -72,7 +72,7 @@ def undisturbed(script: Callable[..., Any]) -> Any:
 def moment(name: str) -> tuple[int, int]:
     """Which worker dies, and after how many instructions: not always the same."""
     index = sorted(FEATURES).index(name)
-    return index % NUM_WORKERS, 9 if name == "first_steps_only" else 32 + index % 20
+    return index % NUM_WORKERS, 9 if name == "first_steps_only" else 32 + index % 16
 
 
 @pytest.mark.parametrize("name", FEATURES)
