@@ -76,18 +76,22 @@ def link() -> Iterator[Link]:
 def test_some_are_posted_before_others_are_there_and_acts_keep_their_order(link: Link) -> None:
     link.take("small", 0)
     assert link.done == ["small"] and not link.payloads.are_under_way()
-    link.take("a", 1)
-    link.take("b", NUM_POSTED)
+    link.take("a", NUM_POSTED + 1)
+    link.take("b", 1)
     link.take("behind", 0)
     link.take("c", 1)
-    link.until(NUM_POSTED, ["small"])  # of a, and of b what is ahead; nothing is there yet
+    link.take("d", 1)
+    link.until(NUM_POSTED + 1, ["small"])  # all of a, and nothing else
     link.arrive(1)
-    link.until(NUM_POSTED, ["small"])  # they come in order
+    link.until(NUM_POSTED + 1, ["small"])  # they come in order
     link.arrive(0)
-    link.until(NUM_POSTED + 2, ["small", "a"])
-    for number in range(2, NUM_POSTED + 2):
+    link.until(NUM_POSTED + 2, ["small"])  # fewer are left than are posted ahead: b
+    for number in range(2, NUM_POSTED + 1):
         link.arrive(number)
-    link.until(NUM_POSTED + 2, ["small", "a", "b", "behind", "c"])
+    link.until(NUM_POSTED + 4, ["small", "a"])
+    for number in range(NUM_POSTED + 1, NUM_POSTED + 4):
+        link.arrive(number)
+    link.until(NUM_POSTED + 4, ["small", "a", "b", "behind", "c", "d"])
     link.payloads.stop(WAIT_S)
     assert not link.payloads.are_under_way()
     link.take("small again", 0)

@@ -8,7 +8,8 @@ reader posts and reads on, and another thread waits for them, in their order::
     reader      header 0, post 0 | header 1, post 1 | header 2 | ...
     this        payload 0 ........ file, post 2 | payload 1 ........ file | ...
 
-They are few, for what they let come is in the way of what the peer says on its way here.
+All pieces of a payload are posted at once; the next payload's when few are left to come, for what
+they let come is in the way of what the peer says on its way here.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import torch
 from graphsplit.errors import GraphsplitError
 from graphsplit.transport.torch.wire import FOREVER
 
-NUM_POSTED = 3  # receives of pieces
+NUM_POSTED = 3  # with fewer receives of pieces under way, those of the next payload are posted
 
 Post = Callable[[torch.Tensor], Any]
 
 
 class _Item(NamedTuple):
-    """The receives of a payload, as far as they are posted, and what is done after them."""
+    """The receives of a payload, once they are posted, and what is done after them."""
 
     pieces: Sequence[torch.Tensor]
-    works: SimpleQueue[Any]
+    post: Post
+    works: SimpleQueue[list[Any]]
     act: Callable[[], object]
 
 
@@ -51,7 +53,7 @@ class Payloads:
         self._num_put = self._num_done = 0  # each is counted by one thread
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # of the two below
-        self._to_post: deque[tuple[Post, torch.Tensor, SimpleQueue[Any]]] = deque()
+        self._to_post: deque[_Item] = deque()
         self._num_posted = 0
 
     def are_under_way(self) -> bool:
@@ -72,11 +74,11 @@ class Payloads:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        item = _Item(pieces, SimpleQueue(), act)
+        item = _Item(pieces, post, SimpleQueue(), act)
         self._num_put += 1
         self._items.put(item)
         with self._lock:
-            self._to_post.extend((post, piece, item.works) for piece in pieces)
+            self._to_post.append(item)
             self._post()
 
     def stop(self, timeout_s: float) -> None:
@@ -87,17 +89,19 @@ class Payloads:
 
     def _post(self) -> None:
         while self._to_post and self._num_posted < NUM_POSTED:
-            post, piece, works = self._to_post.popleft()
-            works.put(post(piece))
-            self._num_posted += 1
+            item = self._to_post.popleft()
+            item.works.put([item.post(piece) for piece in item.pieces])
+            self._num_posted += len(item.pieces)
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             try:
-                for _ in item.pieces:
-                    item.works.get().wait(FOREVER)
+                works, few = item.works.get(), NUM_POSTED - 1
+                for part in (works[:-few], works[-few:]):
+                    for work in reversed(part):  # they come in order: one wait for all of them
+                        work.wait(FOREVER)
                     with self._lock:
-                        self._num_posted -= 1
+                        self._num_posted -= len(part)
                         self._post()
                 item.act()
             except (GraphsplitError, RuntimeError) as raised:
