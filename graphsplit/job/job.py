@@ -19,6 +19,7 @@ from graphsplit.errors import (
     TransportError,
 )
 from graphsplit.failure import AbortSignal
+from graphsplit.frames import users_line_now
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.data_plane import DataPlane
 from graphsplit.job.meter import Meter
@@ -41,6 +42,12 @@ class _Reporting:
         self._job = job
 
     def __enter__(self) -> None:
+        if self._job.is_forked:
+            raise ClusterError(
+                f"a child process that this worker has forked makes a call of the whole job\n"
+                f"  {users_line_now()}\n"
+                f"  Fix: make it in the worker itself, and give the child what it returns."
+            )
         self._job.depth += 1
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -78,6 +85,7 @@ class Job:
         at_end: Called by ``finalize``, by all workers together, while all are still there.
         depth: How many calls of a Model are under way, one inside the other.
         has_stepped: Whether a Model has begun a step.
+        is_forked: This process is a child that the script has forked.
         is_stopping: The step under way is the last one: the job was asked to end.
         at_close: Called when this worker has left, however the job has ended.
         meter: Counts steps and traffic; None where no metrics are served.
@@ -114,7 +122,7 @@ class Job:
         self.has_stepped = False
         self.is_stopping = False
         self._num_plans = 0
-        self.is_ending = False
+        self.is_ending = self.is_forked = False
         self.joined_generation = member.generation
         self.after_recovery: Callable[[], None] | None = None
         self.at_end: list[Callable[[], None]] = []
@@ -304,7 +312,7 @@ class Job:
 
     def forget(self) -> None:
         """This process is a child that the script has forked: it has no part in the job."""
-        self._closed = self.is_ending = True
+        self._closed = self.is_ending = self.is_forked = True
 
     def close(self) -> None:
         """Leave without waiting for anybody."""

@@ -75,3 +75,10 @@ def test_a_worker_that_leaves_ends_the_job_at_once(what: str):
 
 def test_a_child_that_a_callback_forks_ends_as_any_other_process():
     assert run_job("circles.py", "a fork", workers=2).status == 0
+
+
+def test_a_child_that_a_callback_forks_calls_nothing_of_the_job():
+    job = run_job("circles.py", "a call in a fork", workers=2)
+    assert job.status == 0, job.output
+    assert "a child process that this worker has forked makes a call of the whole job" in job.output
+    assert "circles.py:" in job.output and "context.model.state_dict()" in job.output
