@@ -36,7 +36,7 @@ class ForkedTrial:
     """A child process at work, until the end of the ``with`` block.
 
     Args:
-        work: What it does; returns what can be pickled.
+        work: What it does; returns what can be pickled, for a pipe that only these two hold.
         deadline_s: After so many seconds it is killed.
 
     Raises:

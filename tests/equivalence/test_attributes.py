@@ -244,17 +244,26 @@ class NamedAsTorchs(Base):
         return made
 
 
-@pytest.mark.parametrize("name", ["type", "half", "compile", "_version", "num_hooks", "_hooks"])
-def test_an_attribute_may_have_a_name_of_torchs(name: str) -> None:
+def compare(make: Any, before_step: Any = None, *, rows: int = 6, microbatches: int = 1) -> None:
     assert_same_bits(
-        partial(NamedAsTorchs, name),
-        batches_of(4, 3),
-        steps=3,
+        make,
+        batches_of(rows, 3),
+        steps=4,
         num_workers=2,
         place=lambda net: net.second.place("MS_WORKER", 1),
         loss_fn=rows_against_target,
-        before_step=lambda step, net, loss_fn: setattr(net, name, 1.0 + step),
+        microbatches=microbatches,
+        before_step=before_step,
         plan_everywhere=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["type", "half", "compile", "_version", "num_hooks", "_hooks"])
+def test_an_attribute_may_have_a_name_of_torchs(name: str) -> None:
+    compare(
+        partial(NamedAsTorchs, name),
+        lambda step, net, loss_fn: setattr(net, name, 1.0 + step),
+        rows=4,
     )
 
 
@@ -271,16 +280,7 @@ class HidesAMethod(Base):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_forward_may_hide_a_method_of_modules(microbatches: int) -> None:
-    assert_same_bits(
-        HidesAMethod,
-        batches_of(6, 3),
-        steps=4,
-        num_workers=2,
-        place=lambda net: net.second.place("MS_WORKER", 1),
-        loss_fn=rows_against_target,
-        microbatches=microbatches,
-        plan_everywhere=True,
-    )
+    compare(HidesAMethod, microbatches=microbatches)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -288,14 +288,4 @@ def test_a_module_may_have_its_own_way_to_read_attributes(microbatches: int) -> 
     def change(step: int, net: nn.Module, loss_fn: Any) -> None:
         net.half = 1.0 + step
 
-    assert_same_bits(
-        WithOwnWay,
-        batches_of(6, 3),
-        steps=4,
-        num_workers=2,
-        place=lambda net: net.second.place("MS_WORKER", 1),
-        loss_fn=rows_against_target,
-        microbatches=microbatches,
-        before_step=change,
-        plan_everywhere=True,
-    )
+    compare(WithOwnWay, change, microbatches=microbatches)
