@@ -61,10 +61,10 @@ def _rules_of(settings: ClusterSettings) -> JobRules:
     )
 
 
-def _first_state(rules: JobRules, journal: Journal | None, log: LogLine) -> SchedulerState:
+def _first_state(rules: JobRules, journal: Journal | None) -> SchedulerState:
     """A new job, or the one that a lost scheduler wrote down."""
     now = time.monotonic()
-    image = None if journal is None else journal.read(rules, log)
+    image = None if journal is None else journal.read(rules)
     # 63 bits: what both torch.manual_seed and a signed 64-bit number can hold.
     identity = JobIdentity(job=secrets.token_hex(16), seed=secrets.randbits(63))
     if image is not None:
@@ -97,7 +97,7 @@ class Sessions:
         self._decides_at: float | None = None
         path = settings.recovery_path
         self._journal = Journal(Path(path) / JOURNAL_NAME) if path else None
-        self._state = _first_state(_rules_of(settings), self._journal, log)
+        self._state = _first_state(_rules_of(settings), self._journal)
         CONTEXT.source = self._log_fields
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         for effect in self._state.open():
