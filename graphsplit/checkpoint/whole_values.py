@@ -55,7 +55,11 @@ def install() -> None:
 def _may_move() -> bool:
     """Whether all workers write, and none will have to be told later what it has missed."""
     job = joined.current()
-    return job is not None and not job.readers.is_drawing and not job.script.gives_again
+    return job is not None and not (_is_reading(job) or job.script.gives_again)
+
+
+def _is_reading(job: Job) -> bool:
+    return job.member.position.calls.is_reading
 
 
 def _call_looking(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -153,7 +157,7 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
     if not owners:
         yield
         return
-    if job.readers.is_drawing:
+    if _is_reading(job):
         raise ConfigurationError(
             f"{name}() of a module whose values live on several workers, by a data set: only "
             f"workers that read the data come to it\n  Fix: call it in the script or a callback."

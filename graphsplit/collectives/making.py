@@ -107,6 +107,8 @@ class Making:
 
         if is_of_all or job.script.gives_again:
             return job.script.collective(ModelCall(self.name, run, (argument,)))
+        if self.num_members > 1:
+            job.member.position.calls.check(self.name)
         return run(argument)  # the others need not make it
 
 

@@ -48,7 +48,6 @@ from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
-from graphsplit.job.readers import LoaderReaders
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.compared.announced import Note
@@ -75,16 +74,17 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
     return 0
 
 
-def _drawn(batches: Iterator[Division], readers: LoaderReaders) -> Iterator[Division]:
-    """The batches; while the loader makes one, ``readers`` say so."""
+def _drawn(batches: Iterator[Division], job: Job) -> Iterator[Division]:
+    """The batches; while the loader makes one, calls of all workers are refused."""
+    calls = job.member.position.calls
     while True:
-        before, readers.is_drawing = readers.is_drawing, True
+        before, calls.is_reading = calls.is_reading, job.num_workers > 1
         try:
             batch = next(batches)
         except StopIteration:
             return
         finally:
-            readers.is_drawing = before
+            calls.is_reading = before
         yield batch
 
 
@@ -296,7 +296,7 @@ class Feed:
         return True
 
     def _new_cursor(self) -> Iterator[Division]:
-        divisions = _drawn(self._rows.divisions(self._start, leads=self._is_leading), self._readers)
+        divisions = _drawn(self._rows.divisions(self._start, leads=self._is_leading), self._job)
         with self._planner.writes.read_again():
             for _ in range(self._num_batches):
                 next(divisions, None)

@@ -73,16 +73,12 @@ class LoaderReaders:
 
     Two loaders may share a data set, or a sampler: what is noted of one counts for each part of it.
     All workers note the same.
-
-    Attributes:
-        is_drawing: Whether a Model's loader is asked for a batch now, which others may not do.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, frozenset[int], bool]] = {}
         self._version = 0
         self._leaders: list[tuple[Reading, int]] = []  # of the epochs under way
-        self.is_drawing = False
 
     def reading(self, loader: Any, num_workers: int) -> Reading:
         """The readers of a loader that is read next, as far as is known."""

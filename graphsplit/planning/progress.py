@@ -31,6 +31,8 @@ class PlanningLines:
     def __init__(self, rank: int, task: Task) -> None:
         self._rank, self._task = rank, task
         self._name = type(task.network).__name__
+        self._is_again = False
+        self._told: set[str] = set()  # of plans
 
     def begun(self, doing: str, mode: Mode, why_again: str = "") -> None:
         """Say what begins. ``graphsplit run`` shows it on a terminal while it lasts.
@@ -40,14 +42,19 @@ class PlanningLines:
             mode: Whose step it is done for.
             why_again: What is other than before, where there was such a step; else empty.
         """
-        if self._rank == 0:
+        self._is_again |= bool(why_again)
+        if self._rank == 0 and bool(why_again) == self._is_again:  # one line for each further plan
             again = f" again: {why_again}" if why_again else ""
             say(f"{doing} the {mode.step} of {self._name}{again}", event=doing)
 
     def planned(self, plan: PartitionPlan) -> None:
-        """Say that a plan is ready to run; and, once, if nothing was placed in it."""
+        """Say that a plan is ready to run; and, once, if nothing was placed in it.
+
+        Of a further plan nothing is said where a former one had as many segments.
+        """
         if self._rank != 0:
             return
+        is_again, self._is_again = self._is_again, False
         segments, workers = len(plan.segments), {segment.worker for segment in plan.segments}
         text = (
             f"planned the {plan.placed.graph.mode.step} of {self._name}: "
@@ -55,7 +62,9 @@ class PlanningLines:
         )
         if self._task.compiler is not None:
             text += "; compiling each segment as it first runs"
-        say(text, event="planned")
+        if not (is_again and text in self._told):
+            say(text, event="planned")
+        self._told.add(text)
         if len(workers) == 1 < plan.num_workers and not is_placed(plan.placed.graph, self._task):
             self._say_unplaced(workers.pop())
 

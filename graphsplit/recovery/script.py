@@ -115,6 +115,7 @@ class RecoveringScript(Script):
     def collective(self, call: ModelCall) -> Any:
         """Run a call that all workers make; or return what it returned before."""
         if self._depth:  # made by a callback: part of another call
+            self._job.member.position.calls.check(call.name)
             with self._nested():
                 return call()
         self._ordinal += 1

@@ -96,6 +96,13 @@ def test_capturing_and_planning_last_until_a_worker_says_something_else() -> Non
     assert not console.turns
 
 
+def test_what_is_captured_again_is_a_line_of_its_own() -> None:
+    again = LinePart(b"[graphsplit] capturing the train step again: the batch has other shapes")
+    console, stream, _ = make_console(is_terminal=True, environ={"NO_COLOR": "1"})
+    console.show("worker 0", "stderr", again)
+    assert stream.getvalue() == b"[worker 0] " + again.text + b"\n" and not console.turns
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_echoes_the_last_line_is_left_out(is_terminal: bool) -> None:
     console, stream, _ = make_console(is_terminal=is_terminal, environ={"NO_COLOR": "1"})

@@ -187,8 +187,10 @@ def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO", logger="graphsplit"):
         ThreadCluster(script, 2).run()
     told = [record.getMessage() for record in caplog.records]
-    assert [text for text in told if text.startswith("capturing")] == [
+    assert [text for text in told if "step of MayDouble" in text] == [
         "capturing the predict step of MayDouble",
+        "planning the predict step of MayDouble",
+        "planned the predict step of MayDouble: 1 segment, 1 worker",
         "capturing the predict step of MayDouble again: the batch has other shapes or dtypes",
         "capturing the predict step of MayDouble again: net.doubles was False, is True",
     ]

@@ -208,3 +208,36 @@ def test_what_only_two_make_is_refused_where_workers_come_back() -> None:
 def test_whole_numbers_that_take_more_than_64_bits_together_end_the_job(op: str) -> None:
     with pytest.raises((ConfigurationError, JobFailedError), match="takes more than 64 bits"):
         run(lambda rank: gs.all_reduce(1 << 62, op))  # type: ignore[arg-type]
+
+
+CALLS_OF_DATA = {
+    "state_dict": lambda model: model.state_dict(),
+    "predict": lambda model: model.predict(torch.ones(1, 4)),
+    "barrier": lambda model: gs.barrier(),
+    "all_reduce": lambda model: gs.all_reduce(1.0),
+    "broadcast": lambda model: gs.broadcast(1.0, ranks=[0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_DATA)
+@pytest.mark.parametrize("is_recoverable", [False, True])
+def test_a_call_of_all_by_a_data_set_is_refused_at_once(name: str, is_recoverable: bool) -> None:
+    class Calling(torch.utils.data.Dataset[Any]):
+        def __init__(self, model: gs.Model) -> None:
+            self.model, self.inner = model, batches().dataset
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                CALLS_OF_DATA[name](self.model)
+            return self.inner[index]
+
+    def script(rank: int) -> None:
+        net = plain_net(place=True)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        model.train(1, torch.utils.data.DataLoader(Calling(model), batch_size=4))
+
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) is called by a loader or its data"):
+        run(script, is_recoverable=is_recoverable)

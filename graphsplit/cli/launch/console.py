@@ -16,8 +16,8 @@ UPDATE_INTERVAL_S = 10.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 _LAUNCHER, _SPINNER = "graphsplit", "|/-\\"
 TURN_S = 0.1  # how often a spinner turns
-# They last until a worker says something else.
-_LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) .*)")
+# They last until a worker says something else. What is done again is said in a line of its own.
+_LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) (?!.* again: ).*)")
 # What follows from the job's end. The launcher's last line names its cause, once for all of them;
 # what each process says of it stands in its log.
 _ECHO = re.compile(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
+from graphsplit.errors import ConfigurationError
 from graphsplit.frames import line_at, own_and_torchs
 from graphsplit.text import cut_end, encodable
 
@@ -30,10 +31,12 @@ class CallHistory:
 
     Attributes:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
+        is_reading: Whether a Model's loader is asked for a batch now, which others may not do.
     """
 
     def __init__(self) -> None:
         self.is_kept = True
+        self.is_reading = False
         self._skipped = own_and_torchs()
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
@@ -42,8 +45,27 @@ class CallHistory:
         """The same methods, each of which is noted under its name as a call of all workers."""
         return cast(T, _Noted(self, calls))
 
+    def check(self, name: str) -> None:
+        """Refuse a call that others would have to make with this worker, while it reads a batch.
+
+        Raises:
+            ConfigurationError: It reads one.
+        """
+        if self.is_reading:
+            raise ConfigurationError(
+                f"{name}() is called by a loader or its data set: only workers that read the data "
+                f"come to it, and the others wait for the batch\n"
+                f"  Fix: call it in the script or in a callback, and give the data what it returns."
+            )
+
     def begin(self, name: str) -> None:
-        """A call begins, made by the nearest frame that is not graphsplit's or torch's."""
+        """A call begins, made by the nearest frame that is not graphsplit's or torch's.
+
+        Raises:
+            ConfigurationError: It is made while a batch is read.
+        """
+        if self.is_reading:
+            self.check(name)
         num, milestones, latest, within = self._state
         call = (name, milestones, _caller(sys._getframe(1), self._skipped))
         latest = (*latest[1 - limits.MAX_CALLS :], call)
