@@ -25,6 +25,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.lines import keeping_lines_of, keeping_lines_of_forward
 from graphsplit.capture.nodes import NodeBuilder
 from graphsplit.capture.normalize.casts import keep_casts
+from graphsplit.capture.normalize.detached import forget_unread_gradients
 from graphsplit.capture.normalize.identities import remove_identities
 from graphsplit.capture.normalize.inplace import make_in_place_explicit
 from graphsplit.capture.numbers.known_values import answers_known_values, is_all_ones
@@ -175,6 +176,7 @@ def _graph_of(
     unite_tied(program, state)
     if request.mode.records_gradients:
         keep_old_values(graph_module.graph, loss=request.loss)
+        forget_unread_gradients(graph_module.graph)
     make_in_place_explicit(graph_module.graph, state=state_placeholders(program).keys())
     note_written_later(graph_module.graph)
     if request.mode.records_gradients:

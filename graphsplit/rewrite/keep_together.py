@@ -87,7 +87,7 @@ def _readers(placed: PlacedGraph, memories: frozenset[str]) -> dict[str, list[li
 def _torn_memories(placed: PlacedGraph, *, all_values: bool) -> frozenset[str]:
     memories = _Memories(placed.graph)
     torn = {*_returned(placed, memories), *_on_two_workers(placed, memories)}
-    torn |= _carrying_gradients(placed.graph, memories)
+    torn |= _viewed_on_two_workers(placed, memories) | _carrying_gradients(placed.graph, memories)
     if all_values:
         state = {node.name for node in placed.graph.nodes if node.is_state}
         torn |= {root for root in memories.modified if root.name not in state}
@@ -108,6 +108,11 @@ class _Memories:
             for operand in written_operands(node):
                 self.modified |= self.roots[operand]
 
+    def shared_by(self, node: FxNode) -> set[FxNode]:
+        """The modified memories that a node is, looks at or writes to."""
+        written = (self.roots[operand] for operand in written_operands(node))
+        return set(self.roots[node]).union(*written) & self.modified
+
     def touched(self, position: int) -> set[FxNode]:
         """The modified memories that a node uses, or makes."""
         node = self.fx_nodes.get(self.names[position])
@@ -125,6 +130,20 @@ def _on_two_workers(placed: PlacedGraph, memories: _Memories) -> set[FxNode]:
             if is_state and placed.workers[shared] != placed.workers[position]:
                 torn |= memories.touched(position) & memories.touched(shared)
     return torn
+
+
+def _viewed_on_two_workers(placed: PlacedGraph, memories: _Memories) -> set[FxNode]:
+    """Parameters, buffers and inputs of which there are views elsewhere, or writes to such views.
+
+    A view that went to another worker and came back looks at a copy.
+    """
+    seen_on: dict[FxNode, set[int]] = {}
+    for name, worker in zip(memories.names, placed.workers, strict=True):
+        node = memories.fx_nodes.get(name)
+        for root in memories.shared_by(node) if node is not None and worker >= 0 else ():
+            if root.op == "placeholder":
+                seen_on.setdefault(root, set()).add(worker)
+    return {root for root, workers in seen_on.items() if len(workers) > 1}
 
 
 def _in_two_segments(

@@ -123,6 +123,24 @@ def test_a_branch_on_what_follows_from_shapes_is_taken() -> None:
     assert_same_wherever_placed(Positions, batches_of(3, 5, 8), placements=range(3))
 
 
+def test_shapes_that_follow_from_known_values_are_known() -> None:
+    # The crops of DINO's MultiCropWrapper: as many passes as there are sizes among them.
+    class Crops(Layer):
+        def forward(self, x):
+            crops = [x, x[:, ::2].repeat(1, 2), x[:2], x[:1]]
+            sizes = torch.tensor([len(crop) for crop in crops])
+            ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+            start, found = 0, torch.empty(0, 8)
+            for end in ends:
+                found = torch.cat((found, self.linear(torch.cat(crops[start:end]))))
+                start = end
+            few = sizes[sizes < 4]
+            few += 1
+            return found[: int(few[0]) + 1] * few.sum() + len(torch.nonzero(sizes == 4))
+
+    assert_same_bits(Crops, batches_of(4, 8), num_workers=2, loss_fn=lambda h, _: h.sum())
+
+
 def test_what_was_written_into_is_known_no_longer() -> None:
     class Written(Layer):
         def forward(self, x):

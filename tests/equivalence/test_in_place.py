@@ -96,6 +96,36 @@ def a_weight_clamped_where_it_does_not_live(net: Runs, x: torch.Tensor) -> torch
     return net.fc2(y) + net.fc(y)
 
 
+def averages_written_through_data(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    with place("MS_WORKER", 0):
+        y = net.fc(x)
+    with place("MS_WORKER", 1):
+        net.mean.data.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        net.cache.data[:2, :4].copy_(y[:2, 4:] + net.mean[:4])
+    with place("MS_WORKER", 2):
+        return net.fc2(y) * net.mean + net.cache.sum(0)
+
+
+def a_buffer_written_through_a_view_that_was_elsewhere(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    with place("MS_WORKER", 0):
+        y = net.fc(x) + net.cache.sum(0)
+    with place("MS_WORKER", 1):
+        view = net.cache[:2]
+    with place("MS_WORKER", 0):
+        view[:, :4].copy_(y.detach()[:2, 4:])
+        return net.fc2(y) + net.cache.sum(0)
+
+
+def a_buffer_read_through_a_view_that_was_elsewhere(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    with place("MS_WORKER", 0):
+        before = net.cache * 2
+    with place("MS_WORKER", 1):
+        view = net.cache[:2]
+    with place("MS_WORKER", 0):
+        net.cache.add_(1)
+        return net.fc(x) + view.sum(0) + before.sum(0)
+
+
 def a_cache_filled_row_by_row(net: Runs, x: torch.Tensor) -> torch.Tensor:
     for row in range(4):
         with place("MS_WORKER", row % 3):
@@ -128,6 +158,9 @@ APART = [
     a_buffer_written_and_read_on_three_workers,
     one_batch_norm_on_three_workers,
     a_weight_clamped_where_it_does_not_live,
+    averages_written_through_data,
+    a_buffer_written_through_a_view_that_was_elsewhere,
+    a_buffer_read_through_a_view_that_was_elsewhere,
     a_cache_filled_row_by_row,
     a_buffer_replaced,
     an_input_modified,

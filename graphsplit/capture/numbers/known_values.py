@@ -50,7 +50,12 @@ _FUNCTIONS = {
     "tile", "cat", "stack", "chunk", "split", "unbind", "broadcast_to", "broadcast_tensors",
     "pad", "tril", "triu", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
     "new_full", "numel", "size", "dim", "masked_fill", "sort", "argsort", "unique_consecutive",
+    "unique", "nonzero", "argwhere", "masked_select", "bincount",
 }  # fmt: skip
+# The shapes of what they return depend on values, and it has memory of its own.
+_SIZED_BY_VALUES = (
+    "unique_consecutive", "unique", "nonzero", "argwhere", "masked_select", "bincount",
+)  # fmt: skip
 _WRITING = {
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
@@ -97,7 +102,7 @@ class KnownValues(TorchCalls):
         given = pytree.tree_leaves((args, kwargs))
         if name in _FUNCTIONS or name in _FACTORIES:
             if self._are_known(given, name):
-                return self._follow(function, args, kwargs)
+                return self._follow(function, name, args, kwargs)
         elif any(self.knows(value) for value in given) and _may_write(function, name, kwargs):
             if "out" in kwargs or not (name in _WRITING and self._may_be_run(given, name)):
                 self._forget_memory_of(given)
@@ -116,8 +121,24 @@ class KnownValues(TorchCalls):
 
     def _may_be_run(self, given: Sequence[Any], name: str) -> bool:
         """Whether to follow what is written into known values; recipes do not know of writes."""
-        is_dynamic = any(self._recipes[v].is_dynamic for v in given if self.knows(v))
-        return not is_dynamic and self._are_known(given, name)
+        return not self._is_dynamic(given) and self._are_known(given, name)
+
+    def _is_dynamic(self, *given: Any) -> bool:
+        values = pytree.tree_leaves(given)
+        return any(isinstance(value, torch.SymInt) for value in values) or any(
+            self._recipes[value].is_dynamic for value in values if self.knows(value)
+        )
+
+    def _constant(self, value: Any) -> Any:
+        """A known value that the graph holds as it is; ``value`` where it is no tensor."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        args = (value.tolist(),)
+        kwargs: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        made = torch.tensor(*args, **kwargs)
+        self._real[made] = value
+        self._recipes[made] = Recipe.of(torch.tensor, args, kwargs, recipes=self._recipes)
+        return made
 
     def _are_known(self, given: Sequence[Any], name: str) -> bool:
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
@@ -130,8 +151,15 @@ class KnownValues(TorchCalls):
         return all(tensor in self._real for tensor in tensors)
 
     def _follow(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
+        is_sized = name in _SIZED_BY_VALUES or (name == "__getitem__" and _has_mask(args[1]))
+        if is_sized and not self._is_dynamic(args, kwargs):
+            return pytree.tree_map(self._constant, self._run_on_values(function, args, kwargs))
         found = function(*args, **kwargs)
         results = [r for r in pytree.tree_leaves(found) if isinstance(r, torch.Tensor)]
         if not results or not all(_is_small(result) for result in results):
@@ -170,6 +198,11 @@ def _may_write(function: Any, name: str, kwargs: dict[str, Any]) -> bool:
     if schema is not None:
         return schema.is_mutable
     return "out" in kwargs or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _has_mask(index: Any) -> bool:
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(i, torch.Tensor) and i.dtype in masks for i in pytree.tree_leaves(index))
 
 
 def _hint(size: torch.SymInt) -> int | None:
