@@ -5,6 +5,8 @@ The one is the same on all workers, so that loaders that disagree are found::
     batch of 8 rows, 4 microbatches       0 1 | 2 3 | 4 5 | 6 7
     worker 0 runs the first two, reads    0 1   2 3         6
     worker 1 runs the others, reads                   4 5   6 7
+
+An evaluation's batches are not split: a replica that runs one reads it all, the others one row.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +34,8 @@ class RowLayout:
     Attributes:
         description: How such a batch has looked.
         num_rows: The number of its rows.
-        needed: For each worker, the microbatches of which its program consumes an input.
+        needed: For each worker, the microbatches of which its program consumes an input; number 0
+            is all of a batch that is not split.
     """
 
     description: BatchDescription
@@ -39,15 +43,18 @@ class RowLayout:
     needed: tuple[tuple[int, ...], ...]
 
     @property
-    def divides(self) -> bool:
-        """Whether there is a worker that needs some microbatches and not all."""
-        number = len(self.description.weights)
-        return any(0 < len(parts) < number for parts in self.needed)
+    def number(self) -> int:
+        """How many microbatches there are."""
+        return len(self.description.weights) or 1
+
+    @cached_property
+    def row_looks(self) -> list[Any]:
+        """The dtype and the shape of a row, for each tensor of such a batch."""
+        return _row_looks(self.description.whole.example("meta"))
 
     def rows(self, microbatch: int) -> range:
         """The rows of a microbatch, as ``split_microbatches`` gives them."""
-        number = len(self.description.weights)
-        size, larger = divmod(self.num_rows, number)
+        size, larger = divmod(self.num_rows, self.number)
         start = microbatch * size + min(microbatch, larger)
         return range(start, start + size + (microbatch < larger))
 
@@ -124,11 +131,17 @@ class RowsRead(Division):
         layout = self.request.layout
         return super().shape() if layout is None else layout.description
 
+    def looks_like_others(self) -> bool:
+        """Whether each of these rows looks as those of other batches of this size."""
+        layout = self.request.layout
+        return layout is None or _row_looks(self.arguments) == layout.row_looks
+
     def fits(self, announced: BatchDescription) -> bool:
         """Whether the microbatches that were read look as a description says."""
         if announced.weights != self.weights:
             return False
-        told = itertools.chain(*((part,) * count for part, count in announced.parts))
+        parts = announced.parts or ((announced.whole, 1),)
+        told = itertools.chain(*((part,) * count for part, count in parts))
         pairs = zip(told, self.microbatches, strict=True)
         return all(Signature.of(part) == look for look, part in pairs if part is not NOT_HERE)
 
@@ -163,7 +176,7 @@ def divide_rows(batch: Any, request: BatchRequest, *, has_loss_fn: bool) -> Rows
     assert layout is not None
     if why_no_rows(tree, len(request.positions)):
         return None
-    found = [NOT_HERE] * len(layout.description.weights)
+    found = [NOT_HERE] * layout.number
     start = 0
     for part in layout.needed[request.worker]:
         stop = start + len(layout.rows(part))
@@ -172,6 +185,10 @@ def divide_rows(batch: Any, request: BatchRequest, *, has_loss_fn: bool) -> Rows
     arguments = split_batch(tree, has_loss_fn=has_loss_fn)
     weights = layout.description.weights
     return RowsRead(arguments, tuple(found), weights, request=request)
+
+
+def _row_looks(arguments: Arguments) -> list[Any]:
+    return [(leaf.dtype, leaf.shape[1:]) for leaf in leaves(arguments)]
 
 
 def _rows(tree: Any, start: int, stop: int) -> Any:
@@ -197,10 +214,17 @@ def may_be_mask(arguments: Iterable[Any]) -> bool:
     )
 
 
-def rows_in_words(layout: RowLayout, readers: Sequence[int]) -> str:
-    """The number of rows that each reader of a batch reads."""
-    found = []
+def are_divided(layouts: Sequence[RowLayout]) -> bool:
+    """Whether there is a worker that needs some microbatches of these batches, and not all."""
+    number = sum(layout.number for layout in layouts)
+    counts = [sum(map(len, needed)) for needed in zip(*(x.needed for x in layouts), strict=True)]
+    return any(0 < count < number for count in counts)
+
+
+def rows_in_words(layouts: Sequence[RowLayout], readers: Sequence[int]) -> str:
+    """The number of rows that each reader reads of batches that follow each other."""
+    found, num_rows = [], sum(layout.num_rows for layout in layouts)
     for worker in sorted(readers):
-        size = sum(len(layout.rows(part)) for part in layout.needed[worker])
-        found.append(f"worker {worker} {size} of {layout.num_rows}")
+        size = sum(len(x.rows(part)) for x in layouts for part in x.needed[worker])
+        found.append(f"worker {worker} {size} of {num_rows}")
     return ", ".join(found)

@@ -300,6 +300,12 @@ def _target_among(batch: Mapping[Any, Any]) -> str:
     )
 
 
+def targets_of(arguments: Arguments, *, has_loss_fn: bool) -> tuple[Any, ...]:
+    """The target among a step's arguments, if there is one."""
+    args, kwargs = arguments
+    return args[-1:] if has_loss_fn else tuple(kwargs[n] for n in TARGETS if n in kwargs)[:1]
+
+
 def num_samples(arguments: Arguments) -> int:
     """Size of the first dimension of the first tensor that has one; else 1."""
     for leaf in leaves(arguments):

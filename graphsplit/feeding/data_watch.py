@@ -52,10 +52,16 @@ _LARGE = (list, dict, set, frozenset, tuple, deque)
 _SHARED = frozenset(map(id, (PYTHONS, NUMPYS, torch.default_generator)))  # others draw from them
 
 
-def why_whole(loader: Any, divider: Divider) -> str:
-    """The reason to read whole batches that is known before; empty if there is none."""
+def why_whole(loader: Any, divider: Divider, *, is_grouped: bool) -> str:
+    """The reason to read whole batches that is known before; empty if there is none.
+
+    Args:
+        loader: The loader.
+        divider: Divides its batches.
+        is_grouped: Whether replicas run batches that follow each other, each one of them.
+    """
     data = getattr(loader, "dataset", None)
-    if divider.num_microbatches == 1:
+    if divider.num_microbatches == 1 and not is_grouped:
         return "batches are not split"
     if type(loader) is not DataLoader:
         return f"the loader is a {type(loader).__name__}, no DataLoader of torch"

@@ -29,11 +29,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from graphsplit.batches import records
 from graphsplit.batches.microbatches import BatchDescription, Division
-from graphsplit.batches.rows import RowsRead
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
@@ -43,13 +41,11 @@ from graphsplit.feeding.data_watch import FIX
 from graphsplit.feeding.groups import Groups, num_batches
 from graphsplit.feeding.left_by_loaders import LeftByLoader
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
-from graphsplit.feeding.own_rows import OwnRows, checksum_of
+from graphsplit.feeding.own_rows import OwnRows, checksum_of, fit, is_all_read
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
-from graphsplit.marks.annotations import module_annotation
-from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import Outlook, PlannedStep, TrainingProgress, outlook, plan_step
@@ -60,18 +56,6 @@ _FIX = (
     "give all workers the same data, order and seed; a script that draws random numbers must draw "
     "them on every worker."
 )
-
-
-def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers: int) -> int:
-    """The worker that probably consumes the first input: a guess for the very first batch."""
-    for module in network.modules():
-        annotation = module_annotation(module)
-        if annotation is not None:
-            return annotation.rank if annotation.rank < num_workers else 0
-        is_leaf = next(module.children(), None) is None
-        if unplaced == "worker0" and is_leaf and next(module.parameters(), None) is not None:
-            return 0
-    return 0
 
 
 def _drawn(batches: Iterator[Division], job: Job) -> Iterator[Division]:
@@ -167,7 +151,9 @@ class Feed:
         """There is nobody to tell, and nothing to compare."""
         cursor = self._open_cursor()
         while not self._is_stopped() and (division := next(cursor, None)) is not None:
-            yield self._planned(division.shape()), division, None
+            shape = division.shape()
+            self._first = shape.first
+            yield self._planned(shape), division, None
             self._step += 1
 
     def _outlook(self, signature: Signature) -> Outlook:
@@ -224,12 +210,12 @@ class Feed:
             self._tickets.send(ticket, quiet=quiet)
             planned, looked = self._planned(shape), looks
             waiting = self._not_reading(planned)
-            division = self._rows.enough(division, planned, is_sent=bool(waiting))
+            division = self._rows.enough(division, planned, shape, is_sent=bool(waiting))
             if waiting:
                 self._rows.stop(f"worker {waiting[0]} has not read all that was read of the loader")
             for consumer in waiting:
                 send_batch(self._job.control, division, destination=consumer)
-            self._note_layout(division, shape, planned)
+            self._rows.note(division, shape, planned)
             yield planned, division, self._checking(division, planned)
             self._pass(shape)
 
@@ -297,16 +283,11 @@ class Feed:
 
     def _new_cursor(self) -> Iterator[Division]:
         divisions = _drawn(self._rows.divisions(self._start, leads=self._is_leading), self._job)
+        groups = Groups(divisions, self._outlook)
         with self._planner.writes.read_again():
             for _ in range(self._num_batches):
-                next(divisions, None)
-        return Groups(divisions, self._outlook) if self._is_grouped else divisions
-
-    def _note_layout(
-        self, division: Division, shape: BatchDescription, planned: PlannedStep
-    ) -> None:
-        if self._mode is Mode.TRAIN:
-            self._rows.note(division, shape, planned)
+                groups.skip()
+        return groups if self._is_grouped else divisions
 
     def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
         """Computes the checksum while the step waits; done now if the step writes."""
@@ -318,6 +299,18 @@ class Feed:
             return check
         check()
         return None
+
+    @property
+    def look(self) -> Signature:
+        """The signature of each batch that the step under way evaluates."""
+        assert self._first is not None
+        return self._first
+
+    def target_senders(self, planned: PlannedStep) -> tuple[int | None, ...]:
+        """See ``OwnRows``; none where the worker of the metrics is sent batches."""
+        if planned.first.plan.home not in self._reading.ranks:
+            return ()
+        return self._rows.target_senders(planned, self._num_batches)
 
     def holders(self, planned: PlannedStep) -> set[int]:
         """The workers that have the batch of a step."""
@@ -351,8 +344,8 @@ class Feed:
                 yield planned, self._sent(ticket.shape), None
             elif self._job.rank in planned.consumers:
                 division = self._drawn_for(ticket, ticket.shape)
-                division = self._rows.enough(division, planned, is_sent=False)
-                self._note_layout(division, ticket.shape, planned)
+                division = self._rows.enough(division, planned, ticket.shape, is_sent=False)
+                self._rows.note(division, ticket.shape, planned)
                 self._checksum, self._next_checksum = self._next_checksum, None
                 is_checked = self._checksum is not None
                 check = None if is_checked else self._checking(division, planned)
@@ -403,7 +396,8 @@ class Feed:
             raise other_generator((self.leader, self._job.rank), when)
 
     def _raise_other_values(self) -> NoReturn:
-        if not self._rows.is_by_rows(self._step):
+        number = self._step if self._mode is Mode.TRAIN else self._num_batches - 1
+        if not self._rows.is_by_rows(number):
             raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
         raise self._mismatch(
             "its batch has other samples, or the row that all read has other values",
@@ -434,8 +428,12 @@ class Feed:
             self._planner.writes.pass_over()
         if division is None:
             raise self._mismatch("its loader has ended", "the leader's has a batch")
-        if isinstance(division, RowsRead) and not division.is_whole:
-            if not division.fits(announced):
+        if isinstance(self._cursor, Groups):
+            whole = self._cursor.first_of(division, num_batches(announced))
+            if whole is not division:  # the leader has found that the others look otherwise
+                division, self._next_checksum = whole, None
+        if type(division) is not Division and not is_all_read(division):
+            if not fit(division, announced):
                 raise self._mismatch("its rows look otherwise", "all rows look alike", fix=FIX)
             self._compare_generators(ticket)
             return division

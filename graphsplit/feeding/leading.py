@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
 from graphsplit.batches.signature import fingerprint
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError
-from graphsplit.feeding.feed import Feed, likely_first_reader
-from graphsplit.feeding.own_rows import OwnRows
+from graphsplit.feeding.feed import Feed
+from graphsplit.feeding.own_rows import OwnRows, checksum_of
 from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
+from graphsplit.marks.annotations import module_annotation
+from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
@@ -44,23 +47,26 @@ class Leading:
         self._tickets = Tickets(self._job)
         self._last: tuple[tuple[Any, ...], ReadyPlan | None] = (), None
         self._recording = 0
-        self._rows: OwnRows | None = None
+        self._rows: dict[Mode, OwnRows] = {}
 
     @property
     def reading(self) -> str:
         """The rows that each worker reads in training, in words; empty: undecided."""
-        return "" if self._rows is None else self._rows.line
+        return self._rows[Mode.TRAIN].line if Mode.TRAIN in self._rows else ""
 
-    def _rows_of(self, loader: Any) -> OwnRows:
-        """The reading of a loader in training: decided once for all its epochs."""
-        if self._rows is None or self._rows.loader is not loader:
-            why = "" if self._task.reading == "rows" else 'the Model has reading="batches"'
-            self._rows = self._read_by(loader, self._task.divider, why)
-        return self._rows
-
-    def _read_by(self, loader: Any, divider: Divider, why: str) -> OwnRows:
-        has_loss_fn = self._task.loss_fn is not None
-        return OwnRows(loader, divider, self._job.rank, has_loss_fn=has_loss_fn, why=why)
+    def _rows_of(self, mode: Mode, loader: Any) -> OwnRows:
+        """The reading of a loader: decided once for all its epochs."""
+        if mode not in self._rows or self._rows[mode].loader is not loader:
+            is_training = mode is Mode.TRAIN
+            self._rows[mode] = OwnRows(
+                loader,
+                self._task.divider if is_training else Divider(),
+                self._job.rank,
+                has_loss_fn=self._task.loss_fn is not None,
+                why="" if self._task.reading == "rows" else 'the Model has reading="batches"',
+                is_grouped=not is_training,
+            )
+        return self._rows[mode]
 
     def feed(
         self,
@@ -85,11 +91,6 @@ class Leading:
             self._progress.begin()
         if not self._planner.owners:  # the data set may write before there is a plan
             self._planner.writes.look(compares_hooks=False)
-        rows = (
-            self._rows_of(loader)
-            if is_training
-            else self._read_by(loader, Divider(), "it is evaluated")
-        )
         return Feed(
             self._job,
             self._planner,
@@ -99,7 +100,7 @@ class Leading:
             loader=loader,
             start=start,
             is_stopped=is_stopped,
-            rows=rows,
+            rows=self._rows_of(mode, loader),
             note=self._note if is_training else str,
             progress=self._progress if is_training else None,
             one_by_one=one_by_one,
@@ -122,7 +123,8 @@ class Leading:
         batch, is_training = division.shape(), mode is Mode.TRAIN
         like = mode, batch, scale is None
         if self._job.num_workers > 1:
-            checksum = fingerprint(division.arguments)
+            is_one = type(division) is Division
+            checksum = fingerprint(division.arguments) if is_one else checksum_of(division)
             if scale is not None:
                 checksum = fingerprint(((checksum, scale), {}))
             self._compare_with_leader(mode, checksum, batch, step, self._like_last(like))
@@ -193,3 +195,15 @@ class Leading:
         if ticket.drawn != position_of(torch.default_generator.get_state()):
             raise other_generator((leader, self._job.rank), f"{mode.step} {step + 1}")
         self._planner.check_python_step(mode, batch.first, (ticket.python, leader), ahead)
+
+
+def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers: int) -> int:
+    """The worker that probably consumes the first input: a guess for the very first batch."""
+    for module in network.modules():
+        annotation = module_annotation(module)
+        if annotation is not None:
+            return annotation.rank if annotation.rank < num_workers else 0
+        is_leaf = next(module.children(), None) is None
+        if unplaced == "worker0" and is_leaf and next(module.parameters(), None) is not None:
+            return 0
+    return 0

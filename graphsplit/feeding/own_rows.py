@@ -1,5 +1,7 @@
 """A loader's batches as one worker reads them: whole, or its own rows where that is safe.
 
+In an evaluation its own rows are those of the batches that it runs.
+
 A ``DataLoader`` asks its batch sampler which samples the next batch has. All workers ask theirs, so
 that shuffling is that of one process; a replica then reads the samples of its own microbatches
 alone, and one more, which all read and compare.
@@ -24,12 +26,15 @@ from graphsplit.batches.rows import (
     BatchRequest,
     RowLayout,
     RowsRead,
+    are_divided,
     divide_rows,
     rows_in_words,
 )
 from graphsplit.batches.signature import fingerprint
 from graphsplit.checkpoint.position import EpochStart
+from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.data_watch import (
+    FIX,
     ProcessWatch,
     ReadWatch,
     fetch,
@@ -37,6 +42,7 @@ from graphsplit.feeding.data_watch import (
     probe,
     why_whole,
 )
+from graphsplit.feeding.groups import Group, batches_of, grouped, num_batches
 from graphsplit.logs import say
 from graphsplit.planning.step_plan import PlannedStep
 
@@ -56,10 +62,18 @@ class OwnRows:
         rank: This worker.
         has_loss_fn: As for ``split_batch``.
         why: Why batches are read whole, if that is decided.
+        is_grouped: Whether replicas run batches that follow each other, each one of them.
     """
 
     def __init__(
-        self, loader: Any, divider: Divider, rank: int, *, has_loss_fn: bool, why: str = ""
+        self,
+        loader: Any,
+        divider: Divider,
+        rank: int,
+        *,
+        has_loss_fn: bool,
+        why: str = "",
+        is_grouped: bool = False,
     ) -> None:
         self.loader = loader
         self.turns: tuple[int, ...] = ()
@@ -67,11 +81,14 @@ class OwnRows:
         self._divider = divider
         self._rank = rank
         self._has_loss_fn = has_loss_fn
-        self._why = why or why_whole(loader, divider)
+        self._is_grouped = is_grouped
+        self._why = why or why_whole(loader, divider, is_grouped=is_grouped)
         self._stops = ""  # why reading own rows ends, once all have been told
-        self._layouts: dict[int, RowLayout] = {}  # by the number of rows
+        # By the number of rows; for each batch of a group.
+        self._layouts: dict[int, tuple[RowLayout, ...]] = {}
         self._requests: deque[BatchRequest | None] = deque()
         self._num_asked = 0  # batches of this epoch
+        self._run = 0, 0  # the number of rows of the last ones, and how many these are
         self._readers: Sequence[int] = ()
         self._leads = self._is_tried = False
         self._found = ""
@@ -108,7 +125,7 @@ class OwnRows:
     def _iterate(self, loader: Any) -> Iterator[tuple[Any, BatchRequest | None]]:
         """Iterate over a loader whose batch sampler names the rows of this worker."""
         self._requests.clear()
-        self._num_asked = 0
+        self._num_asked, self._run = 0, (0, 0)
         self._hook = _hook_of(loader)
         return self._read(self._hook.iterate(loader, self._ask))
 
@@ -118,7 +135,7 @@ class OwnRows:
         if self._watch is None or not isinstance(indices, (list, tuple)) or not indices:
             self._requests.append(None)
             return indices
-        layout, by_rows = self._layouts.get(len(indices)), self.is_by_rows(number)
+        layout, by_rows = self._layout_of_next(len(indices)), self.is_by_rows(number)
         may_try = self._leads and not (self._why or by_rows or self._processes)
         self._is_tried = may_try and layout is not None
         request = BatchRequest(number, tuple(indices), layout if by_rows else None, self._rank)
@@ -132,6 +149,14 @@ class OwnRows:
         if request.layout is None:
             return indices
         return [indices[position] for position in request.positions]
+
+    def _layout_of_next(self, size: int) -> RowLayout | None:
+        """How the next batch is read, by its number of rows and of those like it before it."""
+        before, count = self._run
+        count = count if size == before else 0
+        self._run = size, count + 1
+        layouts = self._layouts.get(size)
+        return layouts[count % len(layouts)] if layouts else None
 
     @property
     def _processes(self) -> ProcessWatch | None:
@@ -150,7 +175,7 @@ class OwnRows:
             elif by_rows:
                 self._watch.check()
             elif self._is_tried:
-                self._found = self._watch.found()
+                self._found = self._found or self._watch.found()
             yield batch, request
         if self._processes is not None:
             self._processes.put(is_on=False)
@@ -158,7 +183,8 @@ class OwnRows:
     def _divided(self, batch: Any, request: BatchRequest | None) -> Division:
         if request is not None and request.layout is not None:
             found = divide_rows(batch, request, has_loss_fn=self._has_loss_fn)
-            return found if found is not None and request.by_rows else self._whole(request)
+            is_like = found is not None and request.by_rows and found.looks_like_others()
+            return found if found is not None and is_like else self._whole(request)
         division = self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
         return division if request is None else RowsRead(**vars(division), request=request)
 
@@ -179,27 +205,45 @@ class OwnRows:
         """
         is_tried = self._is_tried or self._processes is not None
         found, self._is_tried, self._found = self._found, False, ""
-        if not isinstance(division, RowsRead):
+        if type(division) is Division:  # no loader whose sampler is asked
             return division
-        request, is_on = division.request, self._is_on
-        if request.layout is not None and not division.fits(request.layout.description):
-            num_rows, division = request.layout.num_rows, self._whole(request)
-            self.stop(f"batches of {num_rows} rows look otherwise from one to the next")
-        layout = self._layouts.get(len(request.indices))
+        is_on, batches = self._is_on, list(map(self._as_it_looks, batches_of(division)))
         if is_on and self._stops:
             self._turn()
             self._why, self._stops = self._stops, ""
             self._say(f"each replica reads whole batches from now on: {self._why}")
-        elif is_tried and not (is_on or self._why) and layout is not None and layout.divides:
-            readers, has_loss_fn = self._readers, self._has_loss_fn
-            found = found or probe(self.loader, division, layout, readers, has_loss_fn=has_loss_fn)
-            self._why = found
-            if found:
-                self._say(f"each replica reads whole batches: {found}")
-            else:
-                self._turn()
-                self._say(self._in_words(layout))
-        return division
+        elif is_tried and not (is_on or self._why):
+            self._try(batches[-1], found)
+        return grouped(batches)
+
+    def _as_it_looks(self, batch: Division) -> Division:
+        """A batch; all of it where it looks otherwise than others of its size."""
+        if not isinstance(batch, RowsRead):
+            return batch
+        size = len(batch.request.indices)
+        known = self._layouts.get(size)
+        if known is None or fit(batch, known[0].description):
+            return batch
+        self.stop(f"batches of {size} rows look otherwise from one to the next")
+        return batch if batch.is_whole else self._whole(batch.request)
+
+    def _try(self, batch: Division, found: str) -> None:
+        """Decide, by a batch that was read whole; what reading it has changed is found."""
+        if not isinstance(batch, RowsRead):
+            return
+        layouts = self._layouts.get(len(batch.request.indices), ())
+        if not are_divided(layouts):
+            return
+        for layout in layouts:
+            found = found or probe(
+                self.loader, batch, layout, self._readers, has_loss_fn=self._has_loss_fn
+            )
+        self._why = found
+        if found:
+            self._say(f"each replica reads whole batches: {found}")
+        else:
+            self._turn()
+            self._say(self._in_words(layouts))
 
     def _turn(self) -> None:
         self.turns = (*self.turns, self._num_asked)
@@ -221,47 +265,121 @@ class OwnRows:
         """The plan of a batch is known: remember who needs what of those of its size."""
         if not planned.has_lanes:
             return
+        if self._is_grouped and not num_batches(shape) == planned.first.plan.together > 1:
+            return
         self._readers = planned.consumers
-        if self._why and self._leads and not self.line:
-            layout = RowLayout(shape, 0, planned.microbatches_read())
-            if layout.divides:
-                self._say(f"each replica reads whole batches: {self._why}")
-        if isinstance(division, RowsRead) and not planned.writes_inputs:
-            size = len(division.request.indices)
-            self._layouts[size] = layout = RowLayout(shape, size, planned.microbatches_read())
+        is_told = not (self._why and self._leads) or bool(self.line)
+        if not is_told and are_divided(self._layouts_by(shape, planned)):
+            self._say(f"each replica reads whole batches: {self._why}")
+        batch = None if division is None else batches_of(division)[0]
+        if isinstance(batch, RowsRead) and not planned.writes_inputs:
+            size = len(batch.request.indices)
+            self._layouts[size] = layouts = self._layouts_by(shape, planned, size)
             if not self._leads:
-                self.line = self._in_words(layout) if self._is_on else ""
+                self.line = self._in_words(layouts) if self._is_on else ""
 
-    def _in_words(self, layout: RowLayout) -> str:
-        rows = rows_in_words(layout, self._readers)
-        return f"each replica reads its own rows: {rows}, and one to compare"
+    def _layouts_by(
+        self, shape: BatchDescription, planned: PlannedStep, size: int = 0
+    ) -> tuple[RowLayout, ...]:
+        """The way to read the batches of a step, each of a number of rows."""
+        read = planned.microbatches_read()
+        if not self._is_grouped:
+            return (RowLayout(shape, size, read),)
+        look = BatchDescription(shape.first)
+        return tuple(
+            RowLayout(look, size, tuple((0,) if place in parts else () for parts in read))
+            for place in range(num_batches(shape))
+        )
 
-    def enough(self, division: Division, planned: PlannedStep, *, is_sent: bool) -> Division:
+    def _in_words(self, layouts: Sequence[RowLayout]) -> str:
+        rows = rows_in_words(layouts, self._readers)
+        of_each = " of each batch" if self._is_grouped else ""
+        return f"each replica reads its own rows: {rows}, and one{of_each} to compare"
+
+    def enough(
+        self, division: Division, planned: PlannedStep, shape: BatchDescription, *, is_sent: bool
+    ) -> Division:
         """The batch with all that a step needs of it.
 
         Args:
             division: The batch, as it was read.
             planned: The step.
+            shape: How it was announced.
             is_sent: Whether others are sent it.
+
+        Raises:
+            ConfigurationError: More was read of it, and it looks otherwise.
         """
-        if not isinstance(division, RowsRead) or division.is_whole:
+        if type(division) is Division:
             return division
         needed = planned.microbatches_read()[self._rank]
-        is_missing = any(division.microbatches[part] is NOT_HERE for part in needed)
-        if is_missing or is_sent or planned.writes_inputs:
-            return self._whole(division.request)
-        return division
+        found, start = [], 0
+        for batch in batches_of(division):
+            if isinstance(batch, RowsRead) and not batch.is_whole:
+                here = [p - start for p in needed if 0 <= p - start < len(batch.microbatches)]
+                is_missing = any(batch.microbatches[part] is NOT_HERE for part in here)
+                if is_missing or is_sent or planned.writes_inputs:
+                    batch = self._whole(batch.request)
+            start += len(batch.microbatches)
+            found.append(batch)
+        enough = grouped(found)
+        if tuple(found) != batches_of(division) and not fit(enough, shape):
+            raise ConfigurationError(
+                f"a batch looks otherwise when all of it is read\n  Fix: {FIX}"
+            )
+        return enough
+
+    def target_senders(self, planned: PlannedStep, first: int) -> tuple[int | None, ...]:
+        """For each batch of an evaluation's step, who sends its target to where metrics are.
+
+        Args:
+            planned: The step.
+            first: The number of its first batch in the epoch.
+
+        Returns:
+            None for those that are read there.
+        """
+        read, home = planned.microbatches_read(), planned.first.plan.home
+        return tuple(
+            None
+            if place in read[home] or not self.is_by_rows(first + place)
+            else next(worker for worker, parts in enumerate(read) if place in parts)
+            for place in range(planned.sizes[0])
+        )
 
     def _say(self, line: str) -> None:
         self.line = line
         say(line, event="reading")
 
 
+def is_all_read(division: Division) -> bool:
+    """Whether all of a step's batches were read whole."""
+    return all(not isinstance(x, RowsRead) or x.is_whole for x in batches_of(division))
+
+
+def fit(division: Division, announced: BatchDescription) -> bool:
+    """Whether what was read of a step's batches looks as a description says."""
+    if isinstance(division, Group):
+        look = BatchDescription(announced.first)
+        same = division.weights == announced.weights
+        return same and all(fit(batch, look) for batch in division.batches)
+    if isinstance(division, RowsRead) and not division.is_whole:
+        return division.fits(announced)
+    return division.shape() == announced
+
+
 def checksum_of(division: Division) -> int:
-    """The checksum by which workers compare a batch that each has read."""
-    if isinstance(division, RowsRead) and division.request.by_rows:
-        return division.checksum()
-    return fingerprint(division.arguments)
+    """The checksum by which workers compare what each has read of a step's batches."""
+    if type(division) is Division:
+        return fingerprint(division.arguments)
+    checksum = 0
+    for batch in batches_of(division):
+        checksum = checksum * 31 & 0xFFFFFFFF
+        if isinstance(batch, RowsRead) and batch.request.by_rows:
+            checksum ^= batch.checksum()
+        else:
+            checksum ^= fingerprint(batch.arguments)
+    return checksum
 
 
 class _Hook:

@@ -6,12 +6,12 @@ their tensors, in order. So nothing that comes is believed for a size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from graphsplit.batches.microbatches import BatchDescription, Division
-from graphsplit.batches.signature import Arguments, Signature, leaves
+from graphsplit.batches.signature import Arguments, Signature, leaves, targets_of
 from graphsplit.job.control import ControlChannels
 from graphsplit.tensor_meta import plain_meta
 
@@ -35,6 +35,39 @@ def receive_batch(control: ControlChannels, shape: BatchDescription, *, source: 
     return Division(found[0], tuple(found[1:]), shape.weights)
 
 
+def targets_home(
+    control: ControlChannels,
+    division: Division | None,
+    look: Signature,
+    senders: Sequence[int | None],
+    home: int,
+    *,
+    has_loss_fn: bool,
+) -> tuple[Arguments, ...]:
+    """Have the worker that shows metrics take the targets of batches that others have read.
+
+    Args:
+        control: The workers' channels.
+        division: The batches of a step; None where they are not here.
+        look: What each of them looks like.
+        senders: For each, who sends its target; None: nobody.
+        home: The worker that takes them.
+        has_loss_fn: As for ``split_batch``.
+
+    Returns:
+        The batches that are here; of one whose target was sent, nothing else is.
+    """
+    found = [] if division is None else [*division.microbatches]
+    for index, sender in enumerate(senders):
+        if sender is not None and control.rank == sender:
+            for leaf in leaves((targets_of(found[index], has_loss_fn=has_loss_fn), {})):
+                control.send(leaf, to=(home,))
+        elif sender is not None and control.rank == home:
+            found[index] = look.example()
+            _fill(control, (targets_of(found[index], has_loss_fn=has_loss_fn), {}), sender)
+    return tuple(found)
+
+
 def _wholes(division: Division) -> Iterator[Arguments]:
     yield division.arguments
     if division.weights:
@@ -44,6 +77,12 @@ def _wholes(division: Division) -> Iterator[Arguments]:
 def _receive(control: ControlChannels, signature: Signature, source: int) -> Arguments:
     """Arguments with a signature; every tensor is laid out as the sender's is."""
     arguments = signature.example()
+    _fill(control, arguments, source)
+    return arguments
+
+
+def _fill(control: ControlChannels, arguments: Arguments, source: int) -> None:
+    """Copy what comes into the tensors of some arguments."""
     for leaf in leaves(arguments):
         if isinstance(leaf, torch.Tensor):
             value = control.receive_tensor(plain_meta(leaf), source=source)
@@ -51,4 +90,3 @@ def _receive(control: ControlChannels, signature: Signature, source: int) -> Arg
                 if stride == 0:  # one element for all of an expanded dimension
                     leaf, value = leaf.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
             leaf.copy_(value)
-    return arguments

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from graphsplit.capture.graph import NodeKind
+from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.capture.operations.memory_calls import GiveBackVersion
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.partition.plan import PartitionPlan
@@ -64,6 +64,8 @@ class ReadyPlan:
             inputs = [value for value in values if nodes[value].kind is NodeKind.INPUT]
             read = (m for m in microbatches if any(plan.is_in(m, value) for value in inputs))
             found[segment.worker].update(read)
+        if plan.placed.graph.mode is Mode.EVAL:  # somebody needs the targets
+            found[plan.home].update(set(microbatches).difference(*found))
         return tuple(tuple(sorted(parts)) for parts in found)
 
 

@@ -194,11 +194,9 @@ def _inputs(
 ) -> Sequence[Sequence[Any]]:
     if division is None:
         return [plan.no_inputs] * size
-    if not division.weights:
-        return [leaves(division.arguments)]
-    if plan.plan.placed.graph.mode is not Mode.TRAIN:
-        return [leaves(batch) for batch in division.microbatches]
     # A microbatch whose rows were not read has no arguments.
+    if plan.plan.placed.graph.mode is not Mode.TRAIN or not division.weights:
+        return [leaves(batch) or plan.no_inputs for batch in division.microbatches]
     return [own_views(microbatch) or plan.no_inputs for microbatch in division.microbatches[part]]
 
 

@@ -19,9 +19,10 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.feeding.groups import Groups, evaluated, refuse_change
+from graphsplit.feeding.groups import Groups, refuse_change
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.left_by_steps import note_left, share_left, share_sizes, share_written
+from graphsplit.feeding.sent_batches import targets_home
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import as_in, evaluating
 from graphsplit.planning.planner import Planner
@@ -174,28 +175,32 @@ class ClusterEngine(ClusterState):
             for planned, division, meanwhile in feed:
                 home, num_steps = planned.first.plan.home, num_steps + 1
                 ((_, values),) = self._timed(planned, division, feed.holders(planned), meanwhile)
+                senders = feed.target_senders(planned) if metrics else ()
+                has_loss_fn = self._task.loss_fn is not None
+                batches = targets_home(
+                    *(self._job.control, division, feed.look, senders, home),
+                    has_loss_fn=has_loss_fn,
+                )
                 if self._job.rank == home:
-                    assert division is not None
-                    self._show(planned, division, values, metrics)
+                    self._show(planned, feed.look, batches, values, metrics)
         need_batches(num_steps)
         return self._share_metrics(metrics, home)
 
     def _show(
         self,
         planned: PlannedStep,
-        division: Division,
+        signature: Signature,
+        batches: Sequence[Arguments],
         values: Sequence[Values],
         metrics: Mapping[str, Metric],
     ) -> None:
-        """Show metrics the batches of a step, in their order."""
-        batches = evaluated(division)
-        look = partial(self._outlook, Mode.EVAL, Signature.of(batches[0].arguments))
+        """Show metrics the batches of a step, in their order; all have one signature."""
+        look = partial(self._outlook, Mode.EVAL, signature)
         before = look() if len(batches) > 1 else None
         for index, (batch, of_batch) in enumerate(zip(batches, values, strict=True)):
             if index and look() != before:
                 refuse_change("a metric changes what forward reads between two batches")
-            outputs = _outputs(planned, batch.arguments, of_batch)
-            self._update_metrics(metrics, batch.arguments, outputs)
+            self._update_metrics(metrics, batch, _outputs(planned, batch, of_batch))
 
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs, in its own structure, on every worker."""
@@ -213,8 +218,8 @@ class ClusterEngine(ClusterState):
         with evaluating(self._task.network):
             planned = self._leading.given(Mode.PREDICT, division, self._step)
             ((_, values),) = self._timed(planned, division, self._job.ranks, None)
-        pairs = zip(evaluated(division), values, strict=True)
-        return [_outputs(planned, batch.arguments, of_batch) for batch, of_batch in pairs]
+        pairs = zip(division.microbatches, values, strict=True)
+        return [_outputs(planned, batch, of_batch) for batch, of_batch in pairs]
 
     def _outlook(self, mode: Mode, signature: Signature) -> Outlook:
         with as_in(mode, self._task.network):

@@ -11,7 +11,7 @@ import torch
 
 from graphsplit.batches import step_functions
 from graphsplit.batches.microbatches import Division
-from graphsplit.batches.signature import TARGETS, Arguments, num_samples, split_batch
+from graphsplit.batches.signature import Arguments, num_samples, split_batch, targets_of
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
@@ -349,8 +349,7 @@ def update_metrics(
         found: The outputs; with the loss and those beside it, if the task asks for them.
     """
     loss, outputs, losses = found if task.with_loss else (None, found, {})
-    args, kwargs = arguments
-    targets = args[-1:] if task.loss_fn is not None else [kwargs[n] for n in TARGETS if n in kwargs]
+    targets = targets_of(arguments, has_loss_fn=task.loss_fn is not None)
     target, count = next(iter(targets), None), num_samples(arguments)
     for metric in metrics.values():
         metric.losses = losses

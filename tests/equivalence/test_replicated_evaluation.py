@@ -156,7 +156,7 @@ def test_each_replica_runs_other_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     # The first batch makes the plan; the second time, nothing is new.
     first, again = [[0], [0], [0], [0]], [[0], [0], [0]]
     assert ran[0] == 2 * first + 2 * again
-    assert ran[1] == 2 * [[], [1], [1], []] + 2 * [[1], [1], [1]]
+    assert ran[1] == 2 * [[], [], [1], [1]] + 2 * [[1], [1], [1]]
 
 
 class Drawing(Net):
