@@ -50,7 +50,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.guards.places import Place
 from graphsplit.torch_ext.attributes import named_tensors
 from graphsplit.torch_ext.data_attribute import DataIsDetached
-from graphsplit.torch_ext.eager_mode import as_in_eager_mode
+from graphsplit.torch_ext.eager_mode import as_in_eager_mode, modules_in_two_places
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.meta_functions import as_kernels_accept
 from graphsplit.torch_ext.private import pytree
@@ -223,7 +223,8 @@ def _own_error(step: _Step, request: CaptureRequest, error: Exception) -> OwnErr
 def _export(step: _Step, request: CaptureRequest) -> torch.export.ExportedProgram:
     arguments = (request.args, dict(request.kwargs))
     shapes = dynamic_shapes(arguments, request.dynamic_dims) if request.dynamic_dims else None
-    return torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
+    with modules_in_two_places():
+        return torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
 
 
 def _parameters(

@@ -5,6 +5,9 @@ builds attention masks that it otherwise leaves out, which gives other bits. A c
 never compiled for anything else, so the true answer for the network's code is no. PyTorch itself,
 below ``torch.nn``, must know that it is exported: ``torch.cond`` would start the compiler.
 
+Where one module stands in two places, torch puts another object there at each use, to know the
+place; ``layer is self.first``, ``type(layer)`` and the number of ``children()`` would be others.
+
 ``self.layer = self.layer.to(self.dtype)`` in ``forward`` changes nothing in eager mode, where the
 dtype is that one already; what stands for a parameter during capture could not be put in its place.
 """
@@ -22,6 +25,7 @@ import torch
 import torch._higher_order_ops.utils as higher_order_ops
 import torch.compiler
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _ModuleStackTracer
 from torch.nn.modules import activation
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -47,6 +51,28 @@ def as_in_eager_mode() -> Iterator[None]:
         _checked_distributions(),
     ):
         yield
+
+
+@contextmanager
+def modules_in_two_places() -> Iterator[None]:
+    """Let a module be itself in all its places; its path is the one below what called it."""
+    with (
+        replaced(_ModuleStackTracer, "getattr", PythonKeyTracer.getattr),
+        replaced(_ModuleStackTracer, "path_of_module", _path_below_callers),
+    ):
+        yield
+
+
+_path_of_module: Any = _ModuleStackTracer.path_of_module
+
+
+def _path_below_callers(tracer: Any, module: torch.nn.Module) -> str:
+    paths = tracer.module_id_cache.get(id(module), ())
+    for caller, _ in reversed(tracer.module_stack.values()) if len(paths) > 1 else ():
+        for path in paths:
+            if not caller or path.startswith(f"{caller}."):
+                return str(path)
+    return str(_path_of_module(tracer, module))
 
 
 @contextmanager
