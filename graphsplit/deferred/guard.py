@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from graphsplit.deferred.recording import InitRecording
-from graphsplit.torch_ext.stand_ins import SET_DATA, StandIn, plain_torch, take_back
+from graphsplit.torch_ext.stand_ins import SET_DATA, StandIn, become, plain_torch, take_back
 
 _ATTRIBUTE = "_graphsplit_recording"
 
@@ -72,7 +72,7 @@ def fill(tensors: Iterable[torch.Tensor], *, because: str | None = None) -> None
 def guard(tensor: torch.Tensor, recording: InitRecording) -> None:
     """Turns a tensor into its guarded form."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
-    tensor.__class__ = DeferredParameter if is_parameter else DeferredTensor
+    become(tensor, DeferredParameter if is_parameter else DeferredTensor)
     setattr(tensor, _ATTRIBUTE, recording)
 
 

@@ -38,7 +38,7 @@ from graphsplit.torch_ext.private import (
     are_subclasses_asked,
     pytree,
 )
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor, become
 
 _KEY = "_graphsplit_in_loop"
 _ATTRIBUTES: Any = TensorBase
@@ -71,7 +71,7 @@ def enter_loop(parameter: torch.Tensor, known: InLoop) -> None:
     """Let a parameter answer as a value of the script's loop."""
     setattr(parameter, _KEY, known)
     is_parameter = isinstance(parameter, nn.Parameter)
-    parameter.__class__ = _KINDS[is_parameter, is_elsewhere(parameter)]
+    become(parameter, _KINDS[is_parameter, is_elsewhere(parameter)])
 
 
 def in_loop(parameter: Any) -> InLoop | None:

@@ -87,6 +87,12 @@ def is_watchable(kind: type) -> bool:
     return is_made_by_hand(kind.__module__) if module is None else is_watchable_module(module)
 
 
+def is_watchable_of_tensors(kind: type) -> bool:
+    """Whether a class is one that a user derives from those of tensors."""
+    module = sys.modules.get(kind.__module__)
+    return issubclass(kind, torch.Tensor) and module is not None and is_watchable_module(module)
+
+
 def is_hung_on(value: Any) -> bool:
     """Whether a script has hung this on a class that is not its own: ``nn.Linear.gain = 2.0``."""
     if isinstance(value, FunctionType):

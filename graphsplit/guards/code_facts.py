@@ -34,6 +34,10 @@ _SUBSCRIBES = frozenset(("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"))
 _TAKING_NAMES = frozenset(("__dict__", "__globals__", "modules", "import_module"))
 # A closure's variables by other words.
 _TAKING_LOCALS = frozenset(("locals", "vars", "dir", "eval", "exec", "f_locals"))
+# What a function consists of, though it does not run.
+_LOOKING_INTO = frozenset(
+    ("__defaults__", "__kwdefaults__", "__code__", "__closure__", "signature", "getfullargspec")
+)
 _OF_CELLS = frozenset(dis.opname[number] for number in dis.hasfree) | {"LOAD_FAST"}
 _ASKS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
 _COPIES = frozenset(("COPY", "DUP_TOP", "DUP_TOP_TWO"))
@@ -71,6 +75,7 @@ class CodeFacts:
         items: By offset of a loading instruction, the item that is at once asked for.
         nested: Code of functions that it makes.
         imports: Modules that it imports, as ``importlib.util.resolve_name`` takes them.
+        looks_into_functions: Whether it may ask functions for their defaults or variables.
     """
 
     globals_read: Mapping[str, tuple[Item, ...] | None]
@@ -80,6 +85,7 @@ class CodeFacts:
     items: Mapping[int, Item]
     nested: tuple[CodeType, ...]
     imports: tuple[str, ...] = ()
+    looks_into_functions: bool = False
 
 
 _known: dict[int, tuple[CodeType, CodeFacts]] = {}
@@ -127,7 +133,14 @@ def _read(code: CodeType) -> CodeFacts:
     if not _TAKING_LOCALS.isdisjoint((*read, *attributes)):
         cells = dict.fromkeys(code.co_freevars)
     return CodeFacts(
-        read, cells, frozenset(written), frozenset(attributes), items, nested, tuple(imports)
+        read,
+        cells,
+        frozenset(written),
+        frozenset(attributes),
+        items,
+        nested,
+        tuple(imports),
+        looks_into_functions=not _LOOKING_INTO.isdisjoint((*read, *attributes)),
     )
 
 

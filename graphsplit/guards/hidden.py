@@ -1,8 +1,8 @@
 """Containers that code reads through objects of Python's own, where no attribute shows them.
 
-MappingProxyType(d), d.values() and memoryview(b) show another container; ChainMap, Queue and the
-dictionaries of weakref keep theirs in attributes; threading.local and ContextVar hold what this
-thread sees of them; a weak reference leads to an object, multiprocessing.Value to memory.
+MappingProxyType(d), d.values(), memoryview(b) and d.get show another container; ChainMap, Queue
+and the dictionaries of weakref keep theirs in attributes; threading.local and ContextVar hold what
+this thread sees of them; a weak reference leads to an object, multiprocessing.Value to memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import pairwise
-from types import MappingProxyType, ModuleType
+from types import BuiltinMethodType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
@@ -43,9 +43,10 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
         for held in gc.get_referents(value):
             if isinstance(held, dict):
                 yield itself(held, label)
-    elif isinstance(value, memoryview):
-        if isinstance(value.obj, CONTAINERS):
-            yield itself(value.obj, label)
+    elif isinstance(value, (memoryview, BuiltinMethodType, MethodWrapperType)):
+        of = value.obj if isinstance(value, memoryview) else value.__self__
+        if isinstance(of, CONTAINERS):
+            yield itself(of, label)
     elif isinstance(value, decimal.Context):
         for name in ("prec", "rounding"):
             yield Place(PlaceKind.FIELD, value, name, f"{label}.{name}")

@@ -264,6 +264,8 @@ class ReadRecorder(ValueVisitor):
             self.ask_classes()
         if "__getattribute__" in facts.attributes and not self.passes_by:
             self.note_passed_by()
+        if facts.looks_into_functions and not self.looks_into:
+            self.note_looked_into()
         special = self.special_of.get(id(code), set())
         self.special |= special
         new = (facts.attributes | special) - self._told

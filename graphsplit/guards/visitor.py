@@ -27,6 +27,7 @@ from graphsplit.guards.classes import (
     HookedClasses,
     is_watchable,
     is_watchable_module,
+    is_watchable_of_tensors,
     is_watched_file,
     own_dictionary,
 )
@@ -108,6 +109,7 @@ class ValueVisitor:
             by the identity of its dictionary (or its own): their classes count.
         named: Classes, modules and functions whose attributes are noted by name.
         passes_by: Whether code asks objects for attributes past their classes.
+        looks_into: Whether code asks functions what they consist of.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class ValueVisitor:
         self.functions: dict[int, list[FunctionType]] = {}
         self.met: dict[int, tuple[Any, str]] = {}
         self.made: dict[int, Any] = {}  # objects that forward has made
-        self.passes_by = False
+        self.passes_by = self.looks_into = False
         self._classes = classes
         self.real_of = real_of
         self._state = {id(t) for t in (*root.parameters(), *root.buffers())}
@@ -262,9 +264,9 @@ class ValueVisitor:
         if wrapped is not None:
             self.meet(wrapped, label)
         file = function.__code__.co_filename
-        if (id(function.__code__), id(function.__globals__)) in self.executed or (
-            not is_own(file) and not is_watched_file(file)
-        ):
+        is_run = (id(function.__code__), id(function.__globals__)) in self.executed
+        is_asked = self.looks_into or not is_watched_file(file)
+        if is_run or (is_asked and not is_own(file)):
             self.note_closure(function)
 
     def _register(self, function: FunctionType) -> None:
@@ -276,7 +278,8 @@ class ValueVisitor:
         """Watch the attributes of a class, of its bases and of its metaclass."""
         bases: tuple[type, ...] = (*kind.__mro__, *type.mro(type(kind)))
         for one in bases:
-            if not is_watchable(one) or any(one is known for known, _ in self.named):
+            is_one = is_watchable(one) or is_watchable_of_tensors(one)
+            if not is_one or any(one is known for known, _ in self.named):
                 continue
             for name, value in list(vars(one).items()):
                 function = getattr(value, "__func__", getattr(value, "fget", value))
@@ -320,8 +323,8 @@ class ValueVisitor:
     def note_named(self, holder: Any, label: str, names: set[str] | frozenset[str]) -> None:
         """Note those attributes of a class, a module or a function that code may read by name."""
         known = set(vars(holder))
-        if isinstance(holder, type):  # what it inherits, it may get itself
-            for kind in filter(is_watchable, holder.__mro__[1:]):
+        if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself
+            for kind in filter(is_watchable, (*holder.__mro__[1:], *type.mro(type(holder)))):
                 known |= vars(kind).keys()
         for name in names & known:
             is_asked = name in self.special and isinstance(holder, type)
@@ -339,6 +342,13 @@ class ValueVisitor:
         own = [pair for pair in modules if self._classes.has_own_way(type(pair[0]))]
         for one, label in [*self.met.values(), *own]:
             self.note_all_of(one, label)
+
+    def note_looked_into(self) -> None:
+        """From now on code may ask functions that do not run for what they consist of."""
+        self.looks_into = True
+        for one, _ in list(self.met.values()):
+            if isinstance(one, FunctionType) and not is_own(one.__code__.co_filename):
+                self.note_closure(one)
 
     def note_all_of(self, one: Any, label: str) -> None:
         """Note all attributes of an object."""

@@ -41,6 +41,7 @@ from graphsplit.torch_ext.stand_ins import (
     SET_DATA,
     WRITES,
     StandIn,
+    become,
     computes,
     counts_with,
     has_history,
@@ -409,7 +410,7 @@ def free(
     tensor.data = without_value(tensor)
     tensor.grad = None
     setattr(tensor, _WHOSE, (buffer_of_form(name), owner, strides))
-    tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
+    become(tensor, ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere)
 
 
 def bring_back(tensor: Elsewhere) -> None:

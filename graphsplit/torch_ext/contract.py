@@ -77,6 +77,17 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("TorchDispatchMode", "_disable_current_modes", "_pop_mode_temporarily"),
     ),
     *_of(
+        "torch.utils._python_dispatch",
+        "tells tensors that hold others, which are recorded as these, from those of a user's class",
+        "is_traceable_wrapper_subclass",
+    ),
+    *_of(
+        "torch.fx.experimental.proxy_tensor",
+        "a module that stands in two places is itself while it is recorded (eager_mode.py)",
+        *("_ModuleStackTracer.getattr", "_ModuleStackTracer.path_of_module"),
+        "PythonKeyTracer.getattr",
+    ),
+    *_of(
         "torch._C",
         "whether other modes of operators stand around those of an own loop",
         "_len_torch_dispatch_stack",

@@ -44,7 +44,7 @@ from torch.utils import checkpoint
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped_tensors
 from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
 
@@ -90,6 +90,7 @@ __all__ = [
     "has_foreach_support",
     "has_kernel",
     "has_storage",
+    "is_traceable_wrapper_subclass",
     "kernels_of_python",
     "make_wrapper",
     "mode_options",

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.private import (
@@ -28,6 +29,7 @@ from graphsplit.torch_ext.private import (
 )
 
 _OF_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_cdata", "_grad"})
+_PLAIN = (torch.Tensor, nn.Parameter)
 _SETTABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _HARMLESS_METHODS = (
     "size stride dim ndimension numel nelement element_size storage_offset is_contiguous "
@@ -157,10 +159,20 @@ class WatchedTensor(torch.Tensor):
     """A tensor that has its value, and answers some questions otherwise than PyTorch does."""
 
 
+_own_classes: Any = WeakIdKeyDictionary()  # tensors and their classes, where a script made these
+
+
+def become(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Make a tensor one of another class, until it is taken back."""
+    if not isinstance(tensor, (StandIn, WatchedTensor)) and type(tensor) not in _PLAIN:
+        _own_classes[tensor] = type(tensor)
+    tensor.__class__ = kind
+
+
 def take_back(tensor: torch.Tensor) -> None:
     """Make a stand-in an ordinary tensor again; its value is up to the caller."""
     plain: Any = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-    tensor.__class__ = plain
+    tensor.__class__ = _own_classes.get(tensor, plain)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class Net(nn.Module):
         self.fc, self.run = nn.Linear(4, 4), run
         self.kept = {"own": random.Random(2), "numpy": np.random.default_rng(1)}
         self.count, self.fresh, self.begun = itertools.count(1.0), numbers(), numbers()
+        self.further = itertools.count(1.0).__next__
         next(self.begun)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,6 +76,7 @@ READS: dict[str, tuple[Run, str]] = {
 }
 ITEMS: dict[str, Run] = {
     "a counter": lambda net, x: x * next(net.count),
+    "a counter by its method": lambda net, x: x * net.further(),
     "a cycle": lambda net, x: x * next(CYCLE),
     "in zip": lambda net, x: x * dict(zip([1], CYCLE, strict=False))[1],
     "a generator": lambda net, x: x * next(net.fresh),

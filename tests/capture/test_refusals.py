@@ -177,3 +177,15 @@ def test_a_failed_capture_leaves_the_generator_alone() -> None:
     with pytest.raises(CaptureError):
         captured(network, X)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class _MultipliesOtherwise(nn.Parameter):
+    def __mul__(self, other: Any) -> torch.Tensor:
+        return torch.Tensor.__mul__(self, other) + 1
+
+
+def test_a_class_of_tensors_with_an_operator_of_its_own_is_refused() -> None:
+    net = Runs(lambda net, x: (net.own * net.fc(x)).sum())
+    net.own = _MultipliesOtherwise(torch.ones(4))
+    with pytest.raises(CaptureError, match=r"net\.own is a tensor of class .*which has a __mul__"):
+        captured(net, X)

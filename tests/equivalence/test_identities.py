@@ -35,6 +35,13 @@ def rate_of(parameter: nn.Parameter) -> float:
     return 0.5
 
 
+class Gained(nn.Parameter):
+    gain = 1.5
+
+    def doubled(self) -> torch.Tensor:
+        return 2 * self.sum()
+
+
 def once(net: Any, one: Any) -> bool:
     """Whether something is there already; it is from now on."""
     is_there = one in net.seen
@@ -128,6 +135,62 @@ def test_the_answers_are_those_of_eager_mode(asked: str) -> None:
         return copy.deepcopy([found, model.state_dict()])
 
     assert_as_alone(lambda: train(PlainModel), lambda: train(gs.Model))
+
+
+OF_A_CLASS: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda net: net.own.gain,
+    "of the class itself": lambda net: Gained.gain,
+    "a method": lambda net: net.own.doubled(),
+    "isinstance": lambda net: 2 if isinstance(net.own, Gained) else 1,
+    "type": lambda net: 2 if type(net.own) is Gained else 1,
+    "isinstance of another": lambda net: 2 if isinstance(net.first.weight, Gained) else 1,
+}
+
+
+@pytest.mark.parametrize("asked", OF_A_CLASS)
+def test_a_class_derived_from_parameters_is_asked(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net(lambda net, h: OF_A_CLASS[asked](net) * net.own)
+        net.own = Gained(torch.ones(5))
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found = []
+        for step, batch in enumerate(BATCHES):
+            Gained.gain = 1.5 + step // 2
+            found.append((model.train_step(*batch).clone(), model.predict(batch[0])))
+        return copy.deepcopy([found, model.state_dict()])
+
+    monkeypatch.setattr(Gained, "gain", 1.5)
+    assert_as_alone(lambda: train(PlainModel), lambda: train(gs.Model))
+
+
+class _Twice(nn.Module):
+    """A module that stands in three places; it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([self.first, nn.Tanh(), self.first])
+        self.rates = {self.first: 0.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.rates.get(layer, 1.0)
+            if layer is self.first and type(layer) is nn.Linear:
+                x = x + 0.1
+        made: torch.Tensor = self.second(x)
+        return made * len(list(self.layers.children())) * len(set(self.layers))
+
+
+def test_a_module_in_several_places_is_itself() -> None:
+    def place(net: Any) -> None:
+        net.second.place("MS_WORKER", 1)
+
+    assert_same_bits(
+        _Twice, BATCHES, num_workers=2, place=place, loss_fn=F.mse_loss, plan_everywhere=True
+    )
 
 
 def test_a_tensor_that_becomes_a_key_is_refused() -> None:

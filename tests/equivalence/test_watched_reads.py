@@ -11,6 +11,7 @@ import ctypes
 import decimal
 import functools
 import importlib
+import inspect
 import logging
 import math
 import multiprocessing
@@ -153,6 +154,38 @@ def _context() -> tuple[Weigh, SetWeight]:
 def _thread() -> tuple[Weigh, SetWeight]:
     local = threading.local()
     return _attribute(local, lambda: local.weight)
+
+
+def _hides_metaclass() -> tuple[Weigh, SetWeight]:
+    kind: Any = type("Kind", (type,), {"weight": 1.0})("Of", (), {})
+    return lambda: kind.weight, lambda value: setattr(kind, "weight", value)
+
+
+class _ByCall:
+    def __init__(self, get: Callable[[str], float]) -> None:
+        self.get = get
+
+    def __getitem__(self, name: str) -> float:
+        return self.get(name)
+
+
+def _length() -> tuple[Weigh, SetWeight]:
+    held = [1.0]
+    length = held.__len__
+    return lambda: float(length()), held.append
+
+
+def _looked_into(look: Callable[[Any], float]) -> tuple[Weigh, SetWeight]:
+    weight = 1.0
+
+    def function(of: float = 1.0) -> float:  # it is never called
+        return of * weight
+
+    def write(value: float) -> None:
+        nonlocal weight
+        weight, function.__defaults__ = value, (value,)
+
+    return lambda: look(function), write
 
 
 def _weak() -> tuple[Weigh, SetWeight]:
@@ -446,6 +479,12 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "import": _by_import,
     "sys.modules": lambda: _attribute(settings, lambda: sys.modules["settings_of_a_test"].weight),
     "metaclass": lambda: _attribute(Meta, lambda: OfMeta.weight),
+    "hides a metaclass's": _hides_metaclass,
+    "a dictionary's own method": lambda: _entry(lambda held: _ByCall(held.get)),
+    "a wrapped method": _length,
+    "defaults of a function": lambda: _looked_into(lambda f: f.__defaults__[0]),
+    "variables of a function": lambda: _looked_into(lambda f: f.__closure__[0].cell_contents),
+    "a signature": lambda: _looked_into(lambda f: inspect.signature(f).parameters["of"].default),
     "inherited": lambda: (lambda: Derived.weight, lambda value: setattr(Derived, "weight", value)),
     "mapping proxy": lambda: _entry(MappingProxyType),
     "chain map": lambda: _entry(lambda held: collections.ChainMap({}, held)),

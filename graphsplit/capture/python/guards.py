@@ -29,7 +29,12 @@ from graphsplit.guards.check import Guards, Watched
 from graphsplit.guards.code_facts import library_places, names_used_by, torch_places
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.recorder import ReadRecorder
-from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
+from graphsplit.guards.tensor_attributes import (
+    check_classes,
+    tensor_attributes_seen,
+    tensors_of,
+    users_classes,
+)
 from graphsplit.guards.values import (
     CONTAINERS,
     MISSING,
@@ -146,6 +151,11 @@ class StateWatch:
         self._before = [(module, dict(vars(module))) for module in root.modules()]
         self._parameters = {id(m): dict(parameters_of(m)) for m in root.modules()}
         self._tensors = tensors_of(root.modules())
+        check_classes(
+            (f"{label_of_path(path)}.{name}", tensor)
+            for path, module in root.named_modules()
+            for (_, name), tensor in tensors_of([module]).items()
+        )
 
     @contextmanager
     def watching(self, assigned: AssignedBuffers | None = None) -> Iterator[None]:
@@ -180,6 +190,8 @@ class StateWatch:
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),
                 ):
+                    if any(map(users_classes, self._tensors.values())):
+                        recorder.ask_classes()
                     yield
                 run_again.check()
                 if assigned is not None:

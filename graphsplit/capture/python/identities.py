@@ -28,6 +28,7 @@ from graphsplit.guards.values import note_identity
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.replaced import EQUAL, HASH, replaced
 
+_IS_PARAMETER = type(nn.Parameter).__instancecheck__.__code__
 _STANDS_FOR = "_graphsplit_stands_for"  # of a tensor without values: the parameter or buffer
 
 
@@ -108,7 +109,9 @@ class _AnswersForClass(torch.Tensor):
     __slots__ = ()
 
     def _answer(self) -> type:
-        frame = sys._getframe(1)
+        frame: Any = sys._getframe(1)
+        if frame.f_code is _IS_PARAMETER:  # a class derived from parameters asks on
+            frame = frame.f_back
         is_users = is_watched_code(frame.f_code, frame.f_globals)
         return _class_of(self) if is_users else type(self)
 

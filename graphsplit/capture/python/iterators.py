@@ -11,7 +11,15 @@ import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -80,6 +88,8 @@ class KeptIterators:
             self._note(function, code.co_name, set(), code, 1)
 
     def _note(self, value: Any, name: str, names: set[str], code: CodeType, depth: int) -> None:
+        if isinstance(value, (BuiltinMethodType, MethodWrapperType)):
+            value = value.__self__  # self.draw = np.random.default_rng(0).random
         state = _state_of(value)
         if state is not None:
             known = self._kept.get(id(value))
