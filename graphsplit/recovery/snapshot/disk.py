@@ -17,11 +17,10 @@ import contextlib
 import hashlib
 import re
 import shutil
-import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from graphsplit.checkpoint import by_worker
@@ -43,7 +42,6 @@ WRITTEN, COMPLETE = "written", "complete"
 _NAME = re.compile(r"\d{8}")
 
 Done = tuple[str, int, str]
-_Job = tuple[SnapshotShard | int, Any]
 
 
 def model_folder(folder: Path, index: int) -> Path:
@@ -163,9 +161,8 @@ class DiskWriter:
         self._folder = folder
         self._rank, self._num_workers = rank, num_workers
         self.writing: tuple[int, ...] = ()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._done: deque[Done | Exception] = deque()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, f"graphsplit-disk-{rank}")
+        self._begun: deque[tuple[str, int, Future[Any]]] = deque()
 
     def put(self, part: SnapshotShard, script: Mapping[str, Any]) -> None:
         """Write this worker's files of a snapshot.
@@ -175,15 +172,18 @@ class DiskWriter:
             script: The place in the script; the one of worker ``script["source"]`` counts.
         """
         self.writing = (*self.writing, part.number)
-        self._put((part, script))
+        self._begin(WRITTEN, part.number, self._write, part, script)
 
     def commit(self, number: int, told: list[str]) -> None:
         """Everybody's files are durable: write what makes them count."""
-        self._put((number, told))
+        self._begin(COMPLETE, number, self._commit, number, told)
 
     def prune(self, number: int) -> None:
         """A snapshot is complete: remove what is too old."""
-        self._put((number, None))
+        self._begin("", number, self._folder.prune, number)
+
+    def _begin(self, what: str, number: int, call: Callable[..., Any], *arguments: Any) -> None:
+        self._begun.append((what, number, self._thread.submit(call, *arguments)))
 
     def take_done(self) -> Done | None:
         """The work that was done meanwhile, if any.
@@ -191,44 +191,22 @@ class DiskWriter:
         Raises:
             CheckpointError: It could not be done.
         """
-        if not self._done:
+        if not self._begun or not self._begun[0][2].done():
             return None
-        done = self._done.popleft()
-        if isinstance(done, Exception):
-            raise done
-        if done[0] == WRITTEN:
-            self.writing = tuple(n for n in self.writing if n != done[1])
-        return done
+        what, number, future = self._begun.popleft()
+        try:
+            text = future.result()
+        except Exception as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            where = self._folder.root
+            raise CheckpointError(f"no snapshot can be kept in {where}: {reason}") from error
+        if what == WRITTEN:
+            self.writing = tuple(n for n in self.writing if n != number)
+        return (what, number, text or "") if what else self.take_done()
 
     def close(self) -> None:
         """Finish what was begun, and end the thread."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-
-    def _put(self, item: _Job) -> None:
-        self._jobs.put(item)
-        if self._thread is None:
-            name = f"graphsplit-disk-{self._rank}"
-            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-            self._thread.start()
-
-    def _serve(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            try:
-                subject, rest = item
-                if isinstance(subject, SnapshotShard):
-                    text = self._write(subject, rest)
-                    self._done.append((WRITTEN, subject.number, text))
-                elif rest is not None:
-                    self._commit(subject, rest)
-                    self._done.append((COMPLETE, subject, ""))
-                else:
-                    self._folder.prune(subject)
-            except Exception as error:
-                where = self._folder.root
-                reason = error.strerror if isinstance(error, OSError) else error
-                self._done.append(CheckpointError(f"no snapshot can be kept in {where}: {reason}"))
+        self._thread.shutdown()
 
     def _write(self, part: SnapshotShard, script: Mapping[str, Any]) -> str:
         """Write this worker's files durably; what to tell of them."""
