@@ -290,7 +290,7 @@ def test_a_worker_that_raises_while_it_waits_for_others_is_named_with_its_error(
     waits = Member._wait_running
 
     def wait(member, former):
-        if member._membership.settings.node_id == "1":
+        if member.settings.node_id == "1":
             raise RuntimeError("a bug")
         waits(member, former)
 

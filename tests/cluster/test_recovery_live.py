@@ -15,9 +15,9 @@ ENDPOINTS = {"grpc": "127.0.0.1:2"}
 def cut(member):
     """Break a member's stream as the kernel does when the process is killed."""
     connection = member._connection
-    with member._membership.changed:
+    with member.changed:
         session, connection.session = connection.session, None
-        member._membership.has_left = True
+        member.has_left = True
     session._call.cancel()
     session._channel.close()
 

@@ -125,7 +125,7 @@ def test_what_a_worker_reports_while_the_scheduler_is_away_reaches_the_next_one(
     job = start_job(tmp_path)
     first, second = job.joined
     generator = random.getstate()
-    first.member._membership.state.is_failure_noted = True  # of an earlier report
+    first.member.state.is_failure_noted = True  # of an earlier report
     job.kill_scheduler()
     connection = first.member._connection
     wait_until(lambda: connection.session is None, "no attempt to come back has failed")

@@ -78,7 +78,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Member:
     settings = ClusterSettings("MS_WORKER", num_workers=3, scheduler_port=1)
     abort = AbortSignal()
     made = Member(settings, abort, None)
-    abort.add_waker(made._membership.wake)
+    abort.add_waker(made.wake)
     return made
 
 

@@ -27,7 +27,7 @@ class FailureReports:
         membership = self._membership
         return failure_of(
             error,
-            rank=membership.job.peers[membership.job.rank].rank,
+            rank=membership.plan.peers[membership.plan.rank].rank,
             host=membership.host,
             pid=membership.pid,
             position=membership.position.text(),

@@ -27,7 +27,7 @@ from graphsplit.text import split_lines
 __all__ = ["Member", "NodeIdentity", "Peer", "ReportedPosition"]
 
 
-class Member:
+class Member(Membership):
     """This worker's membership in one job. Create it with ``join``.
 
     Thread-safe. ``agree``, ``barrier`` and ``finish`` wait for all workers, and every worker must
@@ -35,18 +35,16 @@ class Member:
     ``MembershipChangedError``; then ``recover`` leads to the next generation.
 
     Attributes:
-        state: What the scheduler has told.
-        failures: Tells it of this worker's failures.
+        failures: Tells the scheduler of this worker's failures.
     """
 
     def __init__(
         self, settings: ClusterSettings, abort: AbortSignal, log: Callable[[str], None] | None
     ) -> None:
         protection = load_protection(settings.security, role=WORKER, rank=settings.wished_rank)
-        self._membership = Membership(settings, abort)
-        self.state = self._membership.state
-        self._connection = Connection(self._membership, protection, teller(log))
-        self.failures = FailureReports(self._membership, self._connection)
+        super().__init__(settings, abort)
+        self._connection = Connection(self, protection, teller(log))
+        self.failures = FailureReports(self, self._connection)
         self._collective = threading.Lock()
 
     @classmethod
@@ -75,13 +73,12 @@ class Member:
             JobFailedError: The job failed while it was formed, or not all workers came in time.
         """
         member = cls(settings, abort, log)
-        membership = member._membership
-        abort.add_waker(membership.wake)
+        abort.add_waker(member.wake)
         drop_in_children(settings.scheduler_host, settings.scheduler_port)
         atexit.register(member.close)
         try:
-            member.state = membership.state = MemberState(membership.address, endpoints)
-            member._connection.register(membership.registration(endpoints, identity))
+            member.state = MemberState(member.address, endpoints)
+            member._connection.register(member.registration(endpoints, identity))
             member._wait_running(0)
         except BaseException as error:
             member.failures.report_early(error)
@@ -92,57 +89,47 @@ class Member:
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        return self._membership.job.rank
+        return self.plan.rank
 
     @property
     def num_workers(self) -> int:
         """How many workers there are."""
-        return len(self._membership.job.peers)
+        return len(self.plan.peers)
 
     @property
     def num_seats(self) -> int:
         """How many there are when nobody is away."""
-        return self._membership.settings.num_workers
+        return self.settings.num_workers
 
     @property
     def seats(self) -> tuple[int, ...]:
         """The ranks by which scripts know the workers that there are, in the order of ranks."""
-        return tuple(peer.rank for peer in self._membership.job.peers)
+        return tuple(peer.rank for peer in self.plan.peers)
 
     @property
     def job(self) -> str:
         """The job's random id, 128 bits in hexadecimal."""
-        return self._membership.job.job
+        return self.plan.job
 
     @property
     def generation(self) -> int:
         """The span of constant membership: fences messages of former ones; 1 in a new job."""
-        return self._membership.job.generation
+        return self.plan.generation
 
     @property
     def recovery(self) -> str:
         """The policy for lost workers: ``fail_fast``, ``wait_rejoin``, ``restart``, ``go_on``."""
-        return self._membership.state.recovery
+        return self.state.recovery
 
     @property
     def seed(self) -> int:
         """One random seed for all workers; the script's own if it set one."""
-        return self._membership.job.seed
+        return self.plan.seed
 
     @property
     def peers(self) -> tuple[Peer, ...]:
         """All workers, this one included, in the order of their ranks."""
-        return self._membership.job.peers
-
-    @property
-    def abort(self) -> AbortSignal:
-        """Ends the waits of this generation; after ``recover`` it is a new one."""
-        return self._membership.abort
-
-    @property
-    def position(self) -> ReportedPosition:
-        """Where this worker is; write to it while computing."""
-        return self._membership.position
+        return self.plan.peers
 
     def progress(self, rank: int) -> int:
         """A number that grows while that worker makes progress; one or two seconds old.
@@ -151,8 +138,8 @@ class Member:
         """
         if rank == self.rank:
             return self.position.progress
-        self._membership.watched.add(rank)
-        return self._membership.state.progress.get(rank, 0)
+        self.watched.add(rank)
+        return self.state.progress.get(rank, 0)
 
     # Meeting the others.
 
@@ -175,7 +162,7 @@ class Member:
             line += part.count(b"\n")
 
     def _agree_on(self, topic: str, text: bytes, digest: str) -> None:
-        self._membership.texts = {topic: text}
+        self.texts = {topic: text}
         try:
             self._meet(MeetingKind.AGREEMENT, _checked_name(topic), digest)
         except JobFailedError:
@@ -184,7 +171,7 @@ class Member:
                 raise PlanMismatchError(cause.message) from None
             raise
         finally:
-            self._membership.texts = {}
+            self.texts = {}
 
     def barrier(self, name: str) -> None:
         """Wait until all workers have come to the barrier of this name.
@@ -206,14 +193,13 @@ class Member:
         self._meet(MeetingKind.FINISH, STOPPED if stopped else "")
 
     def _meet(self, kind: MeetingKind, name: str = "", digest: str = "") -> None:
-        membership = self._membership
         with self._collective:
             abort = self.abort
             abort.raise_if_set()
             number = 0
-            with membership.changed:
-                state = membership.state
-                if membership.has_left or state.phase is MemberPhase.FINISHED:
+            with self.changed:
+                state = self.state
+                if self.has_left or state.phase is MemberPhase.FINISHED:
                     raise ClusterError("this worker has left the cluster already")
                 if state.waits_at is not None:
                     raise ClusterError(
@@ -224,15 +210,15 @@ class Member:
                     arrival = state.arrive(kind, name, digest)
                     number = arrival.number
                     # So that something is known of a worker that is lost before its next one.
-                    membership.position.calls.pass_milestone()
-                    self._connection.tell(membership.heartbeat())
+                    self.position.calls.pass_milestone()
+                    self._connection.tell(self.heartbeat())
                     self._connection.tell(arrival)
 
                 # In any other phase the abort is on its way.
                 def is_let_go() -> bool:
                     return 0 < number <= state.num_departed
 
-                membership.changed.wait_for(lambda: abort.cause is not None or is_let_go())
+                self.changed.wait_for(lambda: abort.cause is not None or is_let_go())
                 is_over = abort.cause is not None and not is_let_go()
             if is_over:
                 abort.raise_if_set()
@@ -241,7 +227,7 @@ class Member:
 
     def ask_to_stop(self) -> None:
         """Ask, by the next heartbeat, that all workers end in order. Safe in a signal handler."""
-        self._membership.wants_stop = True
+        self.wants_stop = True
 
     def recover(self, endpoints: Mapping[str, str]) -> None:
         """Leave the generation that is over, and wait until the next one runs.
@@ -254,9 +240,9 @@ class Member:
             ClusterError: No worker was lost.
             JobFailedError: The job failed for good, or could not be completed in time.
         """
-        with self._membership.changed:
+        with self.changed:
             former = self.generation
-            effects = self._membership.state.offer(endpoints)
+            effects = self.state.offer(endpoints)
             self._connection.carry_out_locked(effects)
         if not effects and not self.abort.recovers:
             self.abort.raise_if_set()
@@ -266,43 +252,43 @@ class Member:
 
     def _wait_running(self, former: int) -> None:
         """Until a generation after the former one runs."""
-        membership, settings = self._membership, self._membership.settings
+        settings = self.settings
         # The scheduler keeps MS_TOPO_TIMEOUT and names who is missing; this is for one that froze.
         timeout_s = settings.topo_timeout_s + settings.node_timeout_s
 
         def is_running() -> bool:
-            return membership.formed is not None and membership.formed.generation > former
+            return self.formed is not None and self.formed.generation > former
 
         def is_refused() -> bool:
-            return membership.state.phase is MemberPhase.REFUSED
+            return self.state.phase is MemberPhase.REFUSED
 
-        with membership.changed:
-            if not membership.changed.wait_for(
-                lambda: is_running() or membership.has_failed or is_refused(), timeout_s
+        with self.changed:
+            if not self.changed.wait_for(
+                lambda: is_running() or self.has_failed or is_refused(), timeout_s
             ):
                 raise ClusterError(
-                    f"the scheduler at {membership.address} accepted this worker, then said "
+                    f"the scheduler at {self.address} accepted this worker, then said "
                     f"nothing for {timeout_s:g} s\n"
                     f"  Fix: look in its log, and start the job again"
                 )
             if is_running():
                 return
         if is_refused():
-            raise membership.refused()
+            raise self.refused()
         self.abort.raise_if_set()
 
     def close(self) -> None:
         """Leave. Safe to call twice, after a failure, and from a forked child (a no-op there)."""
-        membership, connection = self._membership, self._connection
-        if os.getpid() != membership.pid:
+        connection = self._connection
+        if os.getpid() != self.pid:
             return
-        with membership.changed:
+        with self.changed:
             session, connection.session = connection.session, None
-            membership.has_left = True
-            membership.changed.notify_all()
-            if not membership.state.is_over:
+            self.has_left = True
+            self.changed.notify_all()
+            if not self.state.is_over:
                 # What happens to the stream from here on is our own doing.
-                membership.state.phase = MemberPhase.FINISHED
+                self.state.phase = MemberPhase.FINISHED
         atexit.unregister(self.close)
         if session is not None:
             session.close()

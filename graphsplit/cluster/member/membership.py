@@ -56,7 +56,7 @@ class Membership:
         self.position = ReportedPosition()
 
     @property
-    def job(self) -> Formed:
+    def plan(self) -> Formed:
         """The plan of the generation that runs."""
         assert self.formed is not None, "a member exists only once the cluster has formed"
         return self.formed
