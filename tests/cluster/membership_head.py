@@ -21,7 +21,7 @@ from graphsplit.cluster.scheduler.job.events import (
     Send,
     Tick,
 )
-from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
+from graphsplit.cluster.scheduler.job.image import JobImage
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
 from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
@@ -155,7 +155,7 @@ class Head:
                 case Drop():
                     noticed.append(HungUp(effect.node))
                 case Persist():
-                    image = from_json(to_json(effect.image))
+                    image = JobImage.read(effect.image.to_text())
                     image = without_attempts(image) if forgets else image
                 case Exit():
                     if effect.cause is not None:

@@ -120,14 +120,13 @@ def test_the_message_names_the_file_and_the_way_out(journal, image):
 def test_a_record_that_is_no_image_is_refused(journal):
     journal._path.parent.mkdir()
     problems = {
-        b"[]": "it is not an object",
-        b"{": "Expecting property name",
-        b'{"format": 1}': "it has format 1; this version of graphsplit reads 2",
-        b'{"format": 2, "members": 3}': "the image of a job: .* is missing",
+        b"[]": "is .*, no object",
+        b"{": "is no JSON: Expecting property name",
+        b'{"members": 3}': ": .* is missing",
     }
     for payload, problem in problems.items():
         journal._path.write_bytes(content_of(payload))
-        with pytest.raises(JournalError, match=f"its payload: {problem}"):
+        with pytest.raises(JournalError, match=f"the image of a job ?{problem}"):
             reread(journal)
 
 

@@ -13,13 +13,11 @@ written: then nothing in the file can be believed, and it is refused.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from pathlib import Path
 
-from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
+from graphsplit.cluster.scheduler.job.image import JobImage
 from graphsplit.cluster.scheduler.job.rules import JobRules
-from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import JournalError
 from graphsplit.security.private_files import replace_file
@@ -49,12 +47,9 @@ def parse(content: bytes) -> JobImage:
     if content != content_of(payload):
         raise JournalError("its checksum differs")
     try:
-        found = json.loads(payload)
-        if not isinstance(found, dict):
-            raise MessageError("it is not an object")
-        return from_json(found)
-    except ValueError as error:
-        raise JournalError(f"its payload: {error}") from None
+        return JobImage.read(payload)
+    except MessageError as error:
+        raise JournalError(str(error)) from None
 
 
 class Journal:
@@ -94,7 +89,7 @@ class Journal:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, content_of(records.dumps(to_json(image)).encode()))
+            replace_file(self._path, content_of(image.to_text().encode()))
         except OSError as error:
             raise self._error(f"cannot be written: {error.strerror}") from None
 

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from graphsplit.cluster.wire.messages import Register
 from graphsplit.encoding import records
-from graphsplit.encoding.fields import MessageError
 from graphsplit.root_cause import FailureCause
-
-FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -41,21 +37,16 @@ class JobImage:
     members: Mapping[int, Register]
     cause: FailureCause | None = None
 
+    def to_text(self) -> str:
+        """The image as one line of JSON."""
+        members = {r: replace(one, endpoints={}, resume=None) for r, one in self.members.items()}
+        return records.to_text(replace(self, members=members))
 
-def to_json(image: JobImage) -> dict[str, Any]:
-    """The image as plain JSON values."""
-    members = {rank: replace(one, endpoints={}, resume=None) for rank, one in image.members.items()}
-    return {"format": FORMAT, **records.to_node(replace(image, members=members))}
+    @classmethod
+    def read(cls, text: str | bytes) -> JobImage:
+        """The image that ``to_text`` wrote.
 
-
-def from_json(found: Mapping[str, Any]) -> JobImage:
-    """The image that ``to_json`` wrote.
-
-    Raises:
-        MessageError: It is of another format, or not an image.
-    """
-    values = dict(found)
-    written = values.pop("format", None)
-    if written != FORMAT:
-        raise MessageError(f"it has format {written!r}; this version of graphsplit reads {FORMAT}")
-    return records.from_node(JobImage, values, what="the image of a job")
+        Raises:
+            MessageError: It is none.
+        """
+        return records.from_text(cls, text, what="the image of a job")
