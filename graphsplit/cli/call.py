@@ -11,11 +11,10 @@ import math
 import os
 import signal
 import sys
-from pathlib import Path
 
 import click
 
-from graphsplit.cli.job import JobOptions, supervise_job
+from graphsplit.cli.job import supervise_job
 from graphsplit.cli.launch.ending import EX_TIMEOUT
 from graphsplit.cli.launch.request import CallAnswer, CallRequest
 from graphsplit.cli.launch.verdict import JobVerdict
@@ -30,7 +29,8 @@ def main() -> None:
     request = records.from_text(CallRequest, sys.argv[1], what="the request")
     _end_with(request.caller)
     try:
-        answer = CallAnswer(cause_of(_supervised(request)))
+        limit_s = math.inf if request.limit_s is None else request.limit_s
+        answer = CallAnswer(cause_of(supervise_job(request.job, os.environ, limit_s=limit_s)))
     except click.ClickException as error:
         answer = CallAnswer(mistake=error.message)
     with os.fdopen(request.answer, "w") as file:
@@ -43,22 +43,6 @@ def _end_with(caller: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != caller:
         raise SystemExit(1)
-
-
-def _supervised(request: CallRequest) -> JobVerdict:
-    files = (request.call, *request.results)
-    options = JobOptions(
-        num_workers=request.num_workers,
-        host="127.0.0.1",
-        log_dir=None if request.log_dir is None else Path(request.log_dir),
-        script=Path(request.script),
-        arguments=tuple(map(str, files)),
-        restarts=request.restarts,
-        called=request.worker,
-        kept=files,
-    )
-    limit_s = math.inf if request.limit_s is None else request.limit_s
-    return supervise_job(options, os.environ, limit_s=limit_s)
 
 
 def cause_of(ended: JobVerdict) -> FailureCause | None:

@@ -30,7 +30,6 @@ from graphsplit.check.request import (
 from graphsplit.check.text import Findings, difference_text, failed, findings, unstable
 from graphsplit.cli.job import (
     SCRIPT_SETTINGS,
-    JobOptions,
     run_job,
     script_command,
     single_job_options,
@@ -39,6 +38,7 @@ from graphsplit.cli.job import (
 )
 from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.environment import lone_child
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.launch.supervise import END_SIGNALS, say, supervise
 
 _STEPS = "--steps"

@@ -9,7 +9,8 @@ import click
 from graphsplit.cli.certs import certs
 from graphsplit.cli.check import check
 from graphsplit.cli.doctor import doctor
-from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, run_job
+from graphsplit.cli.job import SCRIPT_SETTINGS, run_job
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.manifest import manifest
 from graphsplit.cli.ray.run import run_on_ray
 from graphsplit.cli.ssh.options import RemoteJob, run_options

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from graphsplit.cli.job import JobOptions
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.client import HostError, SshClient
 from graphsplit.cli.ssh.connection import HostConnection

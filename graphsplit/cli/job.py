@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.cores import Share, bind
 from graphsplit.cli.launch.environment import ChildSpec, job_children
 from graphsplit.cli.launch.hosts import HostPart, read_part, shared_variables
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.launch.warm import WarmStart, can_fork, may_fork, start_worker
@@ -114,44 +115,6 @@ _SCRIPT = (
     click.argument("script", type=click.Path(path_type=Path)),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]..."),
 )
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """The options of a job on the command line.
-
-    Attributes:
-        num_workers: How many workers to start.
-        script: The script of every process.
-        arguments: The script's own arguments.
-        port: The scheduler's port; None for a free one.
-        host: The address that the scheduler listens on.
-        log_dir: Where each process's output is also written.
-        certificates: A folder with certificates, for mutual TLS.
-        restarts: How often to start again what was lost.
-        as_module: Whether the script is the name of a module.
-        fresh: Whether each process imports everything itself.
-        called: The module that each worker runs in place of the script, which is only looked at
-            for what it imports; empty if it is the script itself.
-        kept: Open files that every worker keeps.
-        part: The processes that are started here; None: all of them.
-        bind: Whether to keep each worker on its part of its host's cores.
-    """
-
-    num_workers: int
-    script: Path
-    arguments: tuple[str, ...] = ()
-    port: int | None = None
-    host: str = ""
-    log_dir: Path | None = None
-    certificates: Path | None = None
-    restarts: int = 0
-    as_module: bool = False
-    fresh: bool = False
-    called: str = ""
-    kept: tuple[int, ...] = ()
-    part: HostPart | None = None
-    bind: bool = False
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, job_options, run_job
+from graphsplit.cli.job import SCRIPT_SETTINGS, job_options, run_job
+from graphsplit.cli.launch.request import JobOptions
 
 
 @click.command(context_settings=SCRIPT_SETTINGS)

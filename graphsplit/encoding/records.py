@@ -10,8 +10,8 @@ and no others, each of its type and within the bound that ``Annotated`` names (s
 
     Host((0, 1), 2)    {"workers": [0, 1], "cores": 2}
 
-Mappings whose keys are no texts are lists of pairs, members of an enumeration their names, bytes
-hexadecimal.
+Mappings whose keys are no texts are lists of pairs, ranges their ends, members of an enumeration
+their names, bytes hexadecimal.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from graphsplit.encoding.fields import (
     BOOL,
+    INT,
     STR,
     AtMost,
     Field,
@@ -39,12 +41,15 @@ from graphsplit.encoding.fields import (
 
 _T = TypeVar("_T")
 _MOST = AtMost(1 << 24)
+_ENDS = fixed(INT, INT)
 _PLAIN: dict[Any, Field] = {
     int: integer(-(1 << 63), 1 << 64),
     bool: BOOL,
     float: number(float("-inf"), float("inf")),
     str: STR,
     bytes: chunk(1 << 30),
+    Path: Field(lambda raw, name: Path(STR.read(raw, name)), str),
+    range: Field(lambda raw, name: range(*_ENDS.read(raw, name)), lambda of: [of.start, of.stop]),
     Any: Field(lambda raw, _: raw),  # JSON as it is
 }
 

@@ -15,8 +15,8 @@ import click
 import torch
 
 from graphsplit.cli.call import cause_of
-from graphsplit.cli.job import JobOptions, terminal
-from graphsplit.cli.launch.request import CallAnswer
+from graphsplit.cli.job import terminal
+from graphsplit.cli.launch.request import CallAnswer, JobOptions
 from graphsplit.cli.ray.run import RayActors, ray_actors, supervise_actors, wanted_resources
 from graphsplit.cli.ssh.agent import FIRST_KEPT
 from graphsplit.cli.ssh.client import HostError

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import torch
 
-from graphsplit.cli.launch.request import CallAnswer, CallRequest
+from graphsplit.cli.launch.request import CallAnswer, CallRequest, JobOptions
 from graphsplit.encoding import memory_files as files
 from graphsplit.errors import ConfigurationError, JobFailedError
 from graphsplit.launching import call, outcome, process
@@ -70,19 +70,17 @@ def launch(
     body = bytearray(call.pickled(wanted))
     with files.memory_files(2 + workers) as (first, answer_file, *results):
         files.write(first, [torch.frombuffer(body, dtype=torch.uint8)])
-        request = CallRequest(
+        job = JobOptions(
             num_workers=workers,
-            caller=os.getpid(),
-            script=(sys.argv[0] if sys.argv else "") or "-c",
-            worker=WORKER,
-            call=first,
-            results=tuple(results),
-            answer=answer_file,
+            script=Path((sys.argv[0] if sys.argv else "") or "-c"),
+            arguments=tuple(map(str, (first, *results))),
+            host="127.0.0.1",
+            log_dir=None if log_dir is None else Path(os.path.abspath(log_dir)),
             restarts=restarts,
-            limit_s=timeout_s,
-            log_dir=None if log_dir is None else os.path.abspath(log_dir),
+            called=WORKER,
+            kept=(first, *results),
         )
-        answer = process.run(request)
+        answer = process.run(CallRequest(job, os.getpid(), answer_file, timeout_s))
         return results_of(answer, [outcome.read(files.read(file)) for file in results], wanted)
 
 

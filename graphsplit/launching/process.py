@@ -35,7 +35,7 @@ def run(request: CallRequest) -> CallAnswer:
         stdin=subprocess.DEVNULL,
         stdout=None if outs[0] is None else subprocess.PIPE,
         stderr=None if outs[1] is None else subprocess.PIPE,
-        pass_fds=(request.call, *request.results, request.answer),
+        pass_fds=(*request.job.kept, request.answer),
         # The terminal's Ctrl-C is for the caller alone, which hands it on.
         start_new_session=True,
     )

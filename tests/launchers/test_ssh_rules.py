@@ -17,8 +17,8 @@ import torch
 from click.testing import CliRunner
 
 from graphsplit.cli.commands import main
-from graphsplit.cli.job import JobOptions
 from graphsplit.cli.launch.environment import ChildSpec
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.client import HostError
 from graphsplit.cli.ssh.command import agent_command, why_not
@@ -310,7 +310,12 @@ class Piped:
 
 
 SETUP = frames.Setup(
-    "/job", "train.py", False, False, (), "", ("worker-1",), 30.0, "10.0.0.1", 1, False, (0, 0)
+    JobOptions(1, Path("train.py"), host="10.0.0.1", port=1),
+    "/job",
+    ("worker-1",),
+    30.0,
+    False,
+    (0, 0),
 )
 
 

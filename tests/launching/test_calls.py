@@ -194,7 +194,7 @@ class Launcher:
 
     def run(self, request: Any) -> CallAnswer:
         self.request = request
-        for file, pieces in zip(request.results, self._left, strict=True):
+        for file, pieces in zip(request.job.kept[1:], self._left, strict=True):
             files.write(file, pieces)
         return self._answer
 
@@ -257,13 +257,13 @@ def test_a_decorated_function_is_launched(monkeypatch: pytest.MonkeyPatch) -> No
 
     bare = gs.launcher(double)
     assert (bare(1, y=4), bare.__name__, bare.__wrapped__) == ([1, 1], "double", double)
-    assert launcher.request.num_workers == 2 and launcher.request.limit_s is None
+    assert launcher.request.job.num_workers == 2 and launcher.request.limit_s is None
     assert gs.launcher(workers=2, timeout_s=9.0)(double)(1) == [1, 1]
     assert launcher.request.limit_s == 9.0
     monkeypatch.setenv("MS_WORKER_NUM", "5")
     with pytest.raises(ValueError, match="zip"):
         bare(1)  # two have left something here
-    assert launcher.request.num_workers == 5
+    assert launcher.request.job.num_workers == 5
     with pytest.raises(ConfigurationError, match="no function"):
         gs.launcher(3)
     with pytest.raises(TypeError, match="worker"):

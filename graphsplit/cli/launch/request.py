@@ -1,10 +1,50 @@
-"""Request and answer between ``gs.launch`` and the launcher that it starts, as frozen values."""
+"""A job as its launchers and agents are told of it; and what ``gs.launch`` and its launcher say."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from graphsplit.cli.launch.hosts import HostPart
 from graphsplit.root_cause import FailureCause
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The options of a job: on the command line, or of whoever starts one.
+
+    Attributes:
+        num_workers: How many workers to start.
+        script: The script of every process.
+        arguments: The script's own arguments.
+        port: The scheduler's port; None for a free one.
+        host: The address that the scheduler listens on.
+        log_dir: Where each process's output is also written.
+        certificates: A folder with certificates, for mutual TLS.
+        restarts: How often to start again what was lost.
+        as_module: Whether the script is the name of a module.
+        fresh: Whether each process imports everything itself.
+        called: The module that each worker runs in place of the script, which is only looked at
+            for what it imports; empty if it is the script itself.
+        kept: Open files that every worker keeps.
+        part: The processes that are started here; None: all of them.
+        bind: Whether to keep each worker on its part of its host's cores.
+    """
+
+    num_workers: int
+    script: Path
+    arguments: tuple[str, ...] = ()
+    port: int | None = None
+    host: str = ""
+    log_dir: Path | None = None
+    certificates: Path | None = None
+    restarts: int = 0
+    as_module: bool = False
+    fresh: bool = False
+    called: str = ""
+    kept: tuple[int, ...] = ()
+    part: HostPart | None = None
+    bind: bool = False
 
 
 @dataclass(frozen=True)
@@ -12,28 +52,17 @@ class CallRequest:
     """A function to call on workers of this machine.
 
     Attributes:
-        num_workers: How many workers there are.
+        job: Their job; its ``kept`` are the open files with the function, and for what it returns,
+            by rank.
         caller: The process that asks; the job ends when it does.
-        script: The file that it runs, if any; what that imports first is imported once.
-        worker: The module that each worker runs.
-        call: The open file with the function.
-        results: The open files for what it returns, by rank.
         answer: The open file for the launcher's own answer.
-        restarts: How often to start again what was lost.
         limit_s: How long the job may take; None: for ever.
-        log_dir: Where each process's output is also written.
     """
 
-    num_workers: int
+    job: JobOptions
     caller: int
-    script: str
-    worker: str
-    call: int
-    results: tuple[int, ...]
     answer: int
-    restarts: int
     limit_s: float | None
-    log_dir: str | None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 
-from graphsplit.cli.job import JobOptions, terminal
+from graphsplit.cli.job import terminal
 from graphsplit.cli.launch.console import Console
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.launch.supervise import say
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.ray.actor import AgentActor

@@ -16,14 +16,14 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 import click
 
-from graphsplit.cli.job import JobOptions, script_command, starting
+from graphsplit.cli.job import script_command, starting
 from graphsplit.cli.launch.children import Child, StartChild, StartInterruptedError
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.environment import OF_A_JOB, ChildSpec, defaults
@@ -184,35 +184,26 @@ class Agent:
             click.ClickException: Something is not; says what, and the fix.
         """
         enter(Path(setup.workdir))
-        digest = "" if setup.as_module or not setup.script else digest_of(Path(setup.script))
+        job = setup.job
+        digest = "" if job.as_module else digest_of(job.script)
         require_certificates_of(setup)
-        port = setup.port
+        port = job.port or 0
         if setup.has_scheduler:
-            reserved = self._reserved.enter_context(reserve(setup.host, port))
+            reserved = self._reserved.enter_context(reserve(job.host, port))
             port = int(reserved.getsockname()[1])
-        self._address = worker_address(os.environ, setup.host, port)
+        self._address = worker_address(os.environ, job.host, port)
         named = {**os.environ, **self._address}.get("MS_WORKER_IP", "").strip() or LOOPBACK[0]
-        scheduler, ports = (setup.host, port), setup.worker_ports
+        scheduler, ports = (job.host, port), setup.worker_ports
         listener = self._reserved.enter_context(reserve_for_workers(named, scheduler, ports))
         own_host, own_port = listener.getsockname()[:2]
         self._heard_s, self._silence_s = time.monotonic(), setup.silence_s
         own_folder = tempfile.TemporaryDirectory(prefix="graphsplit-")
         self._folder = self._stack.enter_context(own_folder)
-        options = JobOptions(
-            num_workers=1,
-            port=port,
-            host=setup.host,
-            script=Path("-c" if self._kept else setup.script),
-            arguments=setup.arguments,
-            as_module=setup.as_module,
-            fresh=setup.fresh,
-            called=setup.script if self._kept else "",
-            kept=self._kept,
-        )
-        self._command = script_command(options)
-        self._start = self._stack.enter_context(
-            starting(options, self._say, self._wait, _Stop(self))
-        )
+        job = replace(job, port=port)
+        if self._kept:
+            job = replace(job, script=Path("-c"), called=str(job.script), kept=self._kept)
+        self._command = script_command(job)
+        self._start = self._stack.enter_context(starting(job, self._say, self._wait, _Stop(self)))
         return frames.HostReady(port, own_host, own_port, digest)
 
     def _say(self, text: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 
@@ -21,30 +22,19 @@ class Setup:
     """All that the processes of this host have in common; answered by ``HostReady`` or ``Problem``.
 
     Attributes:
+        job: Their job; its host is this host's own address if it has the scheduler, and a port
+            that it does not name this host finds.
         workdir: The folder in which they run.
-        script: The script, or the name of a module.
-        as_module: Whether it is the name of a module.
-        fresh: Whether each process imports everything itself.
-        arguments: The script's own arguments.
-        certificates: The folder with those of its processes; empty if there are none.
-        holders: The processes of this host, as files of that folder are called.
+        holders: The processes of this host, as files of the folder with certificates are called.
         silence_s: Without a word from the launcher in this time, all is ended.
-        host: Where the scheduler listens; as this host's own address if it has the scheduler.
-        port: Its port; 0 for a free one, which this host finds.
         has_scheduler: Whether this host starts it.
         worker_ports: The first and the last port that workers may take; 0: any.
     """
 
+    job: JobOptions
     workdir: str
-    script: str
-    as_module: bool
-    fresh: bool
-    arguments: tuple[str, ...]
-    certificates: str
     holders: tuple[str, ...]
     silence_s: float
-    host: str
-    port: int
     has_scheduler: bool
     worker_ports: tuple[int, int]
 

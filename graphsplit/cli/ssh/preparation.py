@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from graphsplit.cli.job import JobOptions
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.client import HostError
 from graphsplit.cli.ssh.connection import HostConnection
@@ -56,24 +57,15 @@ def setups(
         variables: Those that its processes will have.
     """
     found = {}
+    folder = options.certificates
+    job = replace(options, host=address, certificates=folder and folder.absolute())
     movable = [rank for host in remote.hosts[1:] for rank in host.ranks]
     for host in (*remote.hosts, *remote.spares):
         is_first = host is remote.hosts[0]
         ranks = movable if host in remote.spares else host.ranks
         holders = [*(["scheduler"] if is_first else []), *(f"worker-{rank}" for rank in ranks)]
         found[host.name] = Setup(
-            remote.workdir,
-            str(options.script),
-            options.as_module,
-            options.fresh,
-            options.arguments,
-            str(options.certificates.absolute()) if options.certificates else "",
-            tuple(holders),
-            silence_s,
-            address,
-            options.port or 0,
-            is_first,
-            worker_ports(variables),
+            job, remote.workdir, tuple(holders), silence_s, is_first, worker_ports(variables)
         )
     return found
 
@@ -89,7 +81,8 @@ def get_ready(
     for name, one in ready.items():
         if one.digest != ready[first].digest:
             problems.append(
-                f"host {name}: its {wanted[name].script} is another one than that of host {first}\n"
+                f"host {name}: its {wanted[name].job.script} is another one than that of host "
+                f"{first}\n"
                 f"  Fix: copy the same file to every host"
             )
     return ready, problems
@@ -124,5 +117,5 @@ def _peers_of(
             continue
         if wanted[other].has_scheduler:
             what = f"the scheduler on host {other}"
-            yield DialedPort(other, what, wanted[other].host, one.port)
+            yield DialedPort(other, what, wanted[other].job.host, one.port)
         yield DialedPort(other, f"workers of host {other}", one.worker_host, one.worker_port)

@@ -59,9 +59,10 @@ def require_certificates_of(setup: Setup) -> None:
     Raises:
         click.ClickException: One is not there, has expired, or is for somebody else.
     """
-    for holder in setup.holders if setup.certificates else ():
+    folder = setup.job.certificates
+    for holder in setup.holders if folder is not None else ():
         role, _, rank = holder.partition("-")
-        ca, certificate, key = tls_files(Path(setup.certificates), holder).values()
+        ca, certificate, key = tls_files(folder, holder).values()
         options = SecurityOptions(tls_ca=ca, tls_cert=certificate, tls_key=key)
         try:
             load_protection(options, role=role, rank=int(rank) if rank else None)

@@ -10,10 +10,11 @@ from functools import partial
 
 import click
 
-from graphsplit.cli.job import JobOptions, read_restarts, shares_of, terminal
+from graphsplit.cli.job import read_restarts, shares_of, terminal
 from graphsplit.cli.launch.console import Console
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.environment import ChildSpec, job_children
+from graphsplit.cli.launch.request import JobOptions
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.ssh import frames
@@ -199,7 +200,10 @@ def _prepared(
         connection.watch()
     remarks = remarks_on(facts, late_s={name: one.late_s for name, one in hosts.items()})
     port = ready[remote.hosts[0].name].port
-    moved = {name: replace(one, port=port, has_scheduler=False) for name, one in wanted.items()}
+    moved = {
+        name: replace(one, job=replace(one.job, port=port), has_scheduler=False)
+        for name, one in wanted.items()
+    }
     return address, port, moved, remarks
 
 
