@@ -36,7 +36,6 @@ from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
-from graphsplit.schedule.simulation.timeline import Timeline
 from graphsplit.viz.report import StepReport, describe_report, seconds_in_words, write_report
 
 # Steps that are simulated one after the other, until they repeat.
@@ -45,53 +44,29 @@ _NUM_RUNS = 10  # timed for each plan, at the most
 _ENOUGH = 4  # for a schedule that waits for costs
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, kw_only=True)
+class Profile(StepReport):
     """Where the time of a training step goes, measured and predicted; equal on all workers.
 
     Attributes:
-        costs: What computing and moving costs, measured.
-        predicted: The step that these costs predict.
-        measured: A typical step, the one whose time is the median.
-        plan: The plan that was measured.
+        costs: What computing and moving costs, measured; ``predicted`` follows from them.
         programs: All workers' programs.
-        resident_bytes: The most memory that each worker's process has held.
         part: Which part of a step the plan runs: all of it, unless the microbatches of a batch are
             not alike and run one after the other.
     """
 
     costs: Costs
-    predicted: Timeline
-    measured: Timeline
-    plan: PartitionPlan
     programs: tuple[WorkerProgram, ...]
-    resident_bytes: tuple[int, ...]
     part: StepPart = WHOLE_STEP
 
-    @property
-    def ratio(self) -> float:
-        """The predicted step time as a part of the measured one."""
-        return self.predicted.step_s / self.measured.step_s
-
-    @property
-    def _report(self) -> StepReport:
-        return StepReport(
-            self.plan,
-            self.predicted,
-            self.measured,
-            self.resident_bytes,
-            self.costs.source,
-            _about_part(self.part),
-        )
-
     def __str__(self) -> str:
-        return describe_report(self._report)
+        return describe_report(self)
 
     def step_times(self) -> list[str]:
         """Predicted and measured step time, and the worker that bounds it, in words."""
         return [
             f"predicted {seconds_in_words(self.predicted.step_s)}, measured "
-            f"{seconds_in_words(self.measured.step_s)}; costs {self.costs.source}",
+            f"{seconds_in_words(self.measured.step_s)}; costs {self.source}",
             bounding_line(self.measured),
         ]
 
@@ -105,7 +80,7 @@ class Profile:
         Args:
             folder: Made if it is not there.
         """
-        write_report(self._report, Path(folder))
+        write_report(self, Path(folder))
 
 
 class Profiler:
@@ -212,20 +187,17 @@ class Profiler:
         if problem:
             raise ConfigurationError(problem)
         found = read_estimate(group.share(answer), planned.programs)
+        plan, programs, costs = planned.plan, planned.programs, found.costs
         self.latest = self._found = Profile(
-            found.costs,
-            simulate(
-                planned.plan,
-                planned.programs,
-                found.costs,
-                num_steps=_STEPS,
-                leader=planned.consumers[0],
-            ),
+            plan,
+            simulate(plan, programs, costs, num_steps=_STEPS, leader=planned.consumers[0]),
             found.timeline,
-            planned.plan,
-            planned.programs,
             found.resident_bytes,
-            planned.part,
+            costs.source,
+            _about_part(planned.part),
+            costs=costs,
+            programs=programs,
+            part=planned.part,
         )
         return self.latest
 

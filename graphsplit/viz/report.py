@@ -24,7 +24,7 @@ class StepReport:
     Attributes:
         plan: The plan that was run.
         predicted: The step as it is predicted.
-        measured: The step as it was measured.
+        measured: A typical step as it was measured, the one whose time is the median.
         resident_bytes: The most memory that each worker's process has held.
         source: Where the costs come from, in words.
         note: What must be known to read it, in words; empty if there is nothing.
@@ -37,6 +37,11 @@ class StepReport:
     source: str
     note: str = ""
 
+    @property
+    def ratio(self) -> float:
+        """The predicted step time as a part of the measured one."""
+        return self.predicted.step_s / self.measured.step_s
+
 
 def describe_report(report: StepReport) -> str:
     """Step time, and each worker's idle share and memory, as a table."""
@@ -48,7 +53,7 @@ def describe_report(report: StepReport) -> str:
                 "",
                 seconds_in_words(predicted.step_s),
                 seconds_in_words(measured.step_s),
-                f"{predicted.step_s / measured.step_s:.3f}",
+                f"{report.ratio:.3f}",
             ),
         ],
         right=frozenset({1, 2, 3}),
@@ -91,7 +96,7 @@ def summary(report: StepReport) -> dict[str, object]:
         "note": report.note,
         "predicted_step_s": predicted.step_s,
         "measured_step_s": measured.step_s,
-        "ratio": predicted.step_s / measured.step_s,
+        "ratio": report.ratio,
         "workers": [
             {
                 "worker": worker,
