@@ -13,9 +13,8 @@ import torch
 
 from graphsplit import logs
 from graphsplit.check.request import leave_generator, left_generator, requested_file
-from graphsplit.cluster.member.identity import NodeIdentity
 from graphsplit.cluster.member.member import Member
-from graphsplit.cluster.wire.messages import END_OF_SCRIPT
+from graphsplit.cluster.wire.messages import END_OF_SCRIPT, NodeIdentity
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
 from graphsplit.job.data_plane import GENERATOR_KEY, LABELS_KEY, DataPlane

@@ -1,4 +1,4 @@
-"""A worker's identity, position and failures, in forms that fit the protocol's bounds."""
+"""A worker's position and failures, in forms that fit the protocol's bounds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.wire import limits
@@ -24,26 +24,6 @@ from graphsplit.errors import (
 from graphsplit.frames import line_now, line_of, whole_traceback
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 from graphsplit.text import cut_end, cut_middle, encodable
-
-
-@dataclass(frozen=True)
-class NodeIdentity:
-    """The properties of a worker that must fit those of the others.
-
-    Attributes:
-        versions: Versions that must be equal everywhere: ``{"graphsplit": "0.1.0",
-            "torch": "2.13.0", "python": "3.11"}``. The scheduler compares all entries.
-        script_digest: SHA-256 of the user's script in hexadecimal; empty if there is no file.
-        num_threads: Threads of one operation. A difference changes bits, so it is reported.
-        cpu_capability: Instruction set of the kernels. A difference is reported likewise.
-        seed: The seed that the script set itself; None if it set none.
-    """
-
-    versions: Mapping[str, str] = field(default_factory=dict)
-    script_digest: str = ""
-    num_threads: int = 0
-    cpu_capability: str = ""
-    seed: int | None = None
 
 
 def _nowhere() -> str:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from graphsplit.cluster.member.connection import Connection
 from graphsplit.cluster.member.failure_reports import FailureReports
 from graphsplit.cluster.member.forked import drop_in_children
-from graphsplit.cluster.member.identity import NodeIdentity, ReportedPosition
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.cluster.member.membership import Membership
 from graphsplit.cluster.member.state_machine import MemberPhase, MemberState
 from graphsplit.cluster.wire import limits
-from graphsplit.cluster.wire.messages import STOPPED, MeetingKind, Peer
+from graphsplit.cluster.wire.messages import STOPPED, MeetingKind, NodeIdentity, Peer
 from graphsplit.errors import ClusterError, JobFailedError, PlanMismatchError
 from graphsplit.failure import AbortSignal
 from graphsplit.logs import teller

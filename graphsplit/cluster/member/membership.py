@@ -7,10 +7,17 @@ import secrets
 import threading
 from collections.abc import Mapping
 
-from graphsplit.cluster.member.identity import NodeIdentity, ReportedPosition
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.cluster.wire import limits
-from graphsplit.cluster.wire.messages import Failed, Fence, Formed, Heartbeat, Register
+from graphsplit.cluster.wire.messages import (
+    Failed,
+    Fence,
+    Formed,
+    Heartbeat,
+    NodeIdentity,
+    Register,
+)
 from graphsplit.cluster.wire.rpc import format_address, own_host
 from graphsplit.errors import RegistrationRefusedError
 from graphsplit.failure import AbortSignal
@@ -98,11 +105,7 @@ class Membership:
             host=self.host,
             pid=self.pid,
             endpoints=dict(endpoints),
-            versions=dict(identity.versions),
-            script_digest=identity.script_digest,
-            num_threads=identity.num_threads,
-            cpu_capability=identity.cpu_capability,
-            seed=identity.seed,
+            **vars(identity),
             recovery=settings.recovery,
         )
 

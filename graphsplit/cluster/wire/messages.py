@@ -123,11 +123,31 @@ class Resume:
     num_departed: Count = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeIdentity:
+    """The properties of a worker that must fit those of the others.
+
+    Attributes:
+        versions: Versions that must be equal everywhere: ``{"graphsplit": "0.1.0",
+            "torch": "2.13.0", "python": "3.11"}``. The scheduler compares all entries.
+        script_digest: SHA-256 of the user's script in hexadecimal; empty if there is no file.
+        num_threads: Threads of one operation. A difference changes bits, so it is reported.
+        cpu_capability: Instruction set of the kernels. A difference is reported likewise.
+        seed: The seed that the script set itself; None if it set none.
+    """
+
+    versions: Versions = field(default_factory=dict)
+    script_digest: Name = ""
+    num_threads: Count = 0
+    cpu_capability: Name = ""
+    seed: Count | None = None
+
+
 @dataclass(frozen=True)
-class Register:
+class Register(NodeIdentity):
     """A worker asks to take part, or comes back on a new stream (``resume``).
 
-    ``wished_rank`` None: any rank; ``seed`` None: none was set; ``recovery``: the policy that this
+    ``wished_rank`` None: any rank; ``recovery``: the policy that this
     worker was started with; ``attempt`` counts the streams of this process, so that a late word on
     an old one is known as such.
     """
@@ -140,11 +160,6 @@ class Register:
     host: NeededHost
     pid: Pid
     endpoints: Endpoints = field(default_factory=dict)
-    versions: Versions = field(default_factory=dict)
-    script_digest: Name = ""
-    num_threads: Count = 0
-    cpu_capability: Name = ""
-    seed: Count | None = None
     recovery: RecoveryPolicy = "fail_fast"
     resume: Resume | None = None
     attempt: FromOne = 1
