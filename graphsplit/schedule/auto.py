@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -124,14 +124,7 @@ def tried(
         if key in seen:
             continue
         seen.add(key)
-        given = orders  # the loop's variable changes
-
-        def as_given(
-            plan: PartitionPlan, number: int, given: Orders = given
-        ) -> Sequence[Sequence[Instruction]]:
-            return given
-
-        programs = lower(plan, as_given, num_microbatches=num_microbatches)
+        programs = lower(plan, lambda *_, given=orders: given, num_microbatches=num_microbatches)
         timeline = simulate(plan, programs, known, num_steps=_STEPS)
         yield Choice(name, orders, timeline.step_s, timeline.peak_bytes)
 

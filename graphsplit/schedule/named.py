@@ -37,6 +37,7 @@ way. With one microbatch, weight gradients wait until the values that others wai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from graphsplit.partition.plan import PartitionPlan
@@ -54,16 +55,7 @@ RULES: Mapping[str, Preference] = MappingProxyType(
     }
 )
 
-
-def _policy(rule: Preference) -> Callable[[PartitionPlan, int], Orders]:
-    def policy(plan: PartitionPlan, num_microbatches: int) -> Orders:
-        """The compute of all workers, each in the order to run it."""
-        return play(plan, num_microbatches, rule)
-
-    return policy
-
-
 NAMED: Mapping[str, Callable[[PartitionPlan, int], Orders]] = MappingProxyType(
-    {name: _policy(rule) for name, rule in RULES.items()}
+    {name: partial(play, rule=rule) for name, rule in RULES.items()}
 )
 gpipe, one_forward_one_backward = NAMED["gpipe"], NAMED["1f1b"]
