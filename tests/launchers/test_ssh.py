@@ -124,11 +124,11 @@ def test_a_start_takes_three_round_trips_and_one_process_more_on_each_host(
     assert len(agents) == 2 and len(found["--ssh"]) - 2 == len(found["-n"]) == 4, found
     clients = [path.read_text().split() for path in tmp_path.glob("*.client")]
     orders = sorted([f for f in one if f[0] == ">" and f not in UNASKED] for one in clients)
-    of_a, of_b = ([">Setup", ">Reach", ">Start", ">Start"],) * 2  # a has the scheduler, too
+    of_a, of_b = ([">Setup", ">Reach", ">ChildSpec", ">ChildSpec"],) * 2  # a has the scheduler, too
     assert orders == [of_a, of_b], clients
     for one in clients:
         answers = [frame for frame in one if frame not in UNASKED]
-        assert answers[:6] == ["<Facts", ">Setup", "<HostReady", ">Reach", "<Dialed", ">Start"]
+        assert answers[:6] == ["<Facts", ">Setup", "<HostReady", ">Reach", "<Dialed", ">ChildSpec"]
 
 
 NAMED = """

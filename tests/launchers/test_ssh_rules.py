@@ -24,7 +24,7 @@ from graphsplit.cli.ssh.client import HostError
 from graphsplit.cli.ssh.command import agent_command, why_not
 from graphsplit.cli.ssh.connection import HostConnection, RemoteChild
 from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
-from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
+from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Wrote
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
 from graphsplit.cli.ssh.options import RemoteJob, travelling
 from graphsplit.cli.ssh.places import Places
@@ -135,7 +135,7 @@ def test_an_agent_that_did_not_start_is_explained(status: int, said: list[str], 
 
 def test_frames_are_what_was_written_and_nothing_else_is_one() -> None:
     sent = [
-        Start("worker 1", {"A": "ä\n"}),
+        ChildSpec("worker 1", {"A": "ä\n"}),
         Signal("worker 1", 15),
         Wrote("worker 1", "stdout", bytes(range(256)).decode("latin-1")),
         replace(FACTS, remarks=("one",)),
@@ -144,7 +144,7 @@ def test_frames_are_what_was_written_and_nothing_else_is_one() -> None:
     data = b"Welcome to host b\n" + b"".join(map(frames.written, sent))
     lines = [line for at in range(0, len(data), 7) for line in cutter.feed(data[at : at + 7])]
     assert [frames.read(line) for line in lines] == [None, *sent]
-    for line in (b"{}", b"[]", b'{"kind": "Start"}', b'{"kind": "Reboot"}', b"\xff", b"7"):
+    for line in (b"{}", b"[]", b'{"kind": "ChildSpec"}', b'{"kind": "Reboot"}', b"\xff", b"7"):
         assert frames.read(line) is None
     with pytest.raises(MessageError):
         cutter.feed(bytes(MOST_BYTES + 1))
@@ -344,7 +344,7 @@ def begun(tmp_path: Path) -> Iterator[Begun]:
 def test_a_host_that_is_reached_anew_gets_its_orders_at_once_and_in_turn(begun: Begun) -> None:
     client, _, child = begun
     orders = [frames.read(line) for line in Cutter().feed(client.orders.read(1 << 16))]
-    assert orders == [SETUP, Start("worker 1", {})]
+    assert orders == [SETUP, ChildSpec("worker 1", {})]
     ready = frames.HostReady(1, "10.0.0.2", 2, "")
     for one in (FACTS, ready, frames.ProcessStarted("worker 1", 7)):
         client.answers.write(frames.written(one))

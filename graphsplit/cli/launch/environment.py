@@ -19,11 +19,11 @@ OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to start.
+    """One process to start; told so to the agent of its host, where another one starts it.
 
     Attributes:
         name: As it is shown to people: ``"scheduler"`` or ``"worker 3"``.
-        variables: Its whole environment.
+        variables: Its whole environment; an agent is told what comes to its host's own.
         share: Its part of the host's cores; None: it may use all.
         labels: Names of a worker by its place, beside those in the variables.
     """

@@ -49,7 +49,7 @@ FIRST_KEPT = 200
 LABELS = "GS_WORKER_LABELS"
 BEATS = 6  # in the time in which silence means that the other side is lost
 _MOST_REPORT_BYTES = 64 << 10
-_IN_TURN = frames.Setup | frames.Reach | frames.Start | frames.Listen | frames.Measure
+_IN_TURN = frames.Setup | frames.Reach | ChildSpec | frames.Listen | frames.Measure
 _NOT_MINE = (*OF_A_JOB, "GS_JOB_TOKEN_FILE")
 
 
@@ -146,7 +146,7 @@ class Agent:
 
     def _signal(self, order: frames.Signal) -> None:
         process = self._processes.get(order.name)
-        waiting = [one.name for one in self._waiting if isinstance(one, frames.Start)]
+        waiting = [one.name for one in self._waiting if isinstance(one, ChildSpec)]
         if process is not None:
             process.child.signal_group(signal.Signals(order.signum))
         elif order.name in (self._beginning, *waiting):
@@ -163,7 +163,7 @@ class Agent:
                     self._tell(frames.Listening(self._listen(order)))
                 case frames.Measure():
                     self._tell(frames.Measured(*measure(order.host, order.port, order.secret)))
-                case frames.Start():
+                case ChildSpec():
                     self._beginning = order.name
                     self._begin(order)
                     self._beginning = ""
@@ -214,19 +214,18 @@ class Agent:
         """Stay there for the launcher while torch is imported."""
         self._look(0)
 
-    def _begin(self, order: frames.Start) -> None:
+    def _begin(self, order: ChildSpec) -> None:
         if self._start is None or order.name in self._unwanted:
             signum = self._unwanted.get(order.name, signal.SIGTERM)
             self._tell(frames.Exited(order.name, -signum, ""))
             return
         self._reserved.close()
-        report = Path(self._folder) / f"{order.name.replace(' ', '_')}.json"
+        report = Path(self._folder) / f"{order.file_stem}.json"
         forget(report)
         own = {name: value for name, value in os.environ.items() if name not in _NOT_MINE}
         variables = {**defaults(), **own, **self._address, **order.variables}
         variables |= {REPORT_FILE: str(report), **_labels(own, order)}
-        share = (order.share[0], order.share[1]) if order.share else None
-        spec = ChildSpec(order.name, variables, share)
+        spec = replace(order, variables=variables)
         try:
             child = self._start_scheduler(spec) if spec.name == SCHEDULER else self._started(spec)
         except StartInterruptedError:
@@ -324,7 +323,7 @@ class _Stop(list[signal.Signals]):
         return bool(agent._is_over or agent._interrupts or agent._unwanted)
 
 
-def _labels(own: Mapping[str, str], order: frames.Start) -> dict[str, str]:
+def _labels(own: Mapping[str, str], order: ChildSpec) -> dict[str, str]:
     """The labels of a worker: the host's own, those of its job, and those of its place."""
     given = [one.get(LABELS, "") for one in (own, order.variables)]
     found = ",".join(filter(None, (*given, *order.labels)))

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -221,7 +221,7 @@ class HostConnection:
         self._children[spec.name] = child
         if variables.pop(LINE, "") and kept:
             self._take_line(socket.socket(fileno=os.dup(kept[0])))
-        self.tell(frames.Start(spec.name, variables, spec.share or (), spec.labels))
+        self.tell(replace(spec, variables=variables))
         if self._lost:  # the thread may have gone before it could see this one
             self._give_up(child)
         return child

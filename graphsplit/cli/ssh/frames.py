@@ -6,10 +6,10 @@ from its standard output. Bytes of programs are text in Latin-1, which maps each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.request import JobOptions
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
@@ -37,20 +37,6 @@ class Setup:
     silence_s: float
     has_scheduler: bool
     worker_ports: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a process, with these variables beside the host's own.
-
-    ``share`` is its part of the host's cores, empty for all: see ``cores.Share``; ``labels`` are
-    names of its worker beside those that the host gives it.
-    """
-
-    name: str
-    variables: Mapping[str, str]
-    share: tuple[int, ...] = ()
-    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,7 +206,7 @@ class Exited:
     report: str
 
 
-Order = Setup | Reach | Start | Signal | Note | Listen | Measure | Alive
+Order = Setup | Reach | ChildSpec | Signal | Note | Listen | Measure | Alive
 Answer = (
     Facts
     | HostReady
