@@ -101,6 +101,21 @@ __all__ = [
 ]
 
 
+# What other libraries call them.
+_USUAL = {
+    "Trainer": "Model",
+    "DistributedDataParallel": "distribute",
+    "init_process_group": "init",
+    "destroy_process_group": "finalize",
+    "rank": "get_rank",
+    "size": "get_world_size",
+    "world_size": "get_world_size",
+    "allreduce": "all_reduce",
+    "broadcast_object_list": "broadcast_object",
+    "spawn": "launch",
+    "device": "place",
+}
+
 # Where each name is: a script waits only for what it uses.
 _HOMES = {
     "Model": "train.model",
@@ -143,7 +158,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'graphsplit' has no attribute {name!r}")
+        text = importlib.import_module("graphsplit.text")
+        raise text.no_attribute("module 'graphsplit'", name, __all__, _USUAL)
     home = f"graphsplit.{_HOMES[name]}" if name in _HOMES else "graphsplit"
     module = importlib.import_module(home)
     if name not in vars(module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePath
 
@@ -20,6 +21,25 @@ def forming_line(num_workers: int, missing: Sequence[int]) -> str:
     """``3 of 5 workers registered, missing ranks 1, 4``."""
     registered = f"{num_workers - len(missing)} of {num_workers} workers registered"
     return f"{registered}, missing ranks {join_numbers(missing)}" if missing else registered
+
+
+def no_attribute(
+    owner: str, name: str, public: Iterable[str], usual: Mapping[str, str]
+) -> AttributeError:
+    """The error of an object that has no such attribute; tells which one may have been meant.
+
+    Args:
+        owner: What has no such attribute: ``"'Model' object"``.
+        name: The attribute.
+        public: Those that it has.
+        usual: Names that other libraries have for them.
+    """
+    names = sorted(one for one in public if not one.startswith("_"))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    meant = usual.get(name) or next(iter(near), "")
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    # Without an object Python adds no guess of its own.
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None)
 
 
 def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

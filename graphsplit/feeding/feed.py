@@ -53,8 +53,8 @@ from graphsplit.settings import GO_ON, WAIT_REJOIN
 from graphsplit.tensor_meta import TensorMeta
 
 _FIX = (
-    "give all workers the same data, order and seed; a script that draws random numbers must draw "
-    "them on every worker."
+    "give all workers the same data, order and seed; draw random numbers on every worker, after "
+    "gs.init() or torch.manual_seed()."
 )
 
 

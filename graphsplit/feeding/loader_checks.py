@@ -90,21 +90,23 @@ def _number(part: Any, name: str) -> int:
     return found if type(found) is int else -1
 
 
-def compare_loaders(loader: Any, group: WorkerGroup, *, with_states: bool) -> None:
+def compare_loaders(loader: Any, asked: str, group: WorkerGroup, *, with_states: bool) -> None:
     """See that all workers were given the same loader. Collective; reads no batch.
 
     Args:
         loader: This worker's loader.
+        asked: What the script asked for beside it: how many epochs. One line.
         group: All workers.
         with_states: Whether its generators must stand alike: they are put elsewhere, where a
             loaded state goes on.
 
     Raises:
-        LoaderMismatchError: Two loaders differ; raised on all workers.
+        LoaderMismatchError: Two loaders, or what was asked for, differ; raised on all workers.
     """
     if group.num_workers == 1:
         return
-    mine = "\n".join(f"{name}: {value}" for name, value in _facts(loader, with_states))
+    facts = (f"{name}: {value}" for name, value in _facts(loader, with_states))
+    mine = "\n".join((asked, *facts))
     told = group.gather(mine)
     verdict = group.share(_first_difference(told) if told else "")
     if verdict:
@@ -116,11 +118,14 @@ def _first_difference(told: list[str]) -> str:
     for rank, text in enumerate(told):
         found = first_difference(told[0], text)
         if found is not None:
-            _, mine, theirs = found
+            line, mine, theirs = found
+            what, fix = "loaders", "the same data, order and seed; workers do not get shares."
+            if line == 1:
+                what, fix = "arguments", "the same number of epochs and steps."
             return (
-                f"the loaders of workers 0 and {rank} differ at the start of train\n"
+                f"the {what} of workers 0 and {rank} differ at the start of train\n"
                 f"  worker 0: {mine}\n  worker {rank}: {theirs}\n"
-                f"  Fix: give all workers the same data, order and seed; workers do not get shares."
+                f"  Fix: give all workers {fix}"
             )
     return ""
 

@@ -111,6 +111,7 @@ class Job:
         self._doors = doors
         self.meter = meter
         member.position.calls.is_kept = member.recovery == FAIL_FAST
+        member.position.calls.reporting = self.reporting
         self.script = Script(member.position.calls)
         self.owners = TensorOwners()
         self.compared_writes = ComparedWrites()

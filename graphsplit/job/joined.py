@@ -17,6 +17,7 @@ from graphsplit.cluster.member.member import Member
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, NodeIdentity
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
+from graphsplit.frames import warn_users
 from graphsplit.job.data_plane import GENERATOR_KEY, LABELS_KEY, DataPlane
 from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
@@ -69,6 +70,7 @@ def init() -> None:
     settings = ClusterSettings.from_environ(os.environ)
     if settings is None:
         _one_process = True
+        _warn_of_no_role(os.environ)
         set_names({})
         _begin_as_workers_did()
         return
@@ -87,6 +89,19 @@ def init() -> None:
     install_endings(_job, finalize)
     _serve_metrics(_job, settings)
     _share_generator(_job)
+
+
+def _warn_of_no_role(environ: Mapping[str, str]) -> None:
+    """Say that this process trains alone, where its variables speak of a job."""
+    given = [f"{one}={environ[one]}" for one in ("MS_WORKER_NUM", "MS_NODE_ID") if environ.get(one)]
+    is_meant = environ.get("GS_LAUNCHER") == "none" or given == ["MS_WORKER_NUM=1"]
+    if given and not is_meant:
+        num = environ.get("MS_WORKER_NUM") or "N"
+        warn_users(
+            f"{' and '.join(given)} is set, but not MS_ROLE: this process trains alone\n"
+            f"  Fix: graphsplit run -n {num} starts all processes; or set MS_ROLE=MS_WORKER, and "
+            f"start a scheduler by MS_ROLE=MS_SCHED; or unset {given[0].partition('=')[0]}."
+        )
 
 
 def _join_beside(launched: Joined | None, settings: ClusterSettings) -> Job:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,7 @@ from graphsplit.profiling.trial_run import (
 )
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.text import no_attribute
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.viz.report import seconds_in_words
@@ -220,10 +221,33 @@ class Explainer:
         )
 
 
+# What other libraries call the methods of a Model.
+_USUAL = {
+    "fit": "train",
+    "evaluate": "eval",
+    "test": "eval",
+    "validate": "eval",
+    "forward": "predict",
+    "train_on_batch": "train_step",
+    "save_weights": "save",
+    "save_checkpoint": "save",
+    "load_weights": "load",
+    "load_checkpoint": "load",
+    "summary": "explain",
+    "net": "network",
+    "module": "network",
+}
+
+
 class Shown:
     """How a ``Model`` is shown at the prompt, and in a notebook."""
 
     _task: Task
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(f"{type(self).__name__!r} object", name, dir(type(self)), _USUAL)
 
     def __repr__(self) -> str:
         task = self._task

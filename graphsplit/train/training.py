@@ -55,7 +55,8 @@ class TrainingLoop:
                 self._engine.call_on_gradients(self._listener())
                 goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
-                compare_loaders(loader, self._engine.group(), with_states=not goes_on)
+                asked = f"{context.num_epochs} epochs, each of {steps or 'all'} steps"
+                compare_loaders(loader, asked, self._engine.group(), with_states=not goes_on)
                 self._engine.show_training(TrainingInWords(context))
                 with run:
                     self._go_through(run, loader, steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -17,6 +19,7 @@ from graphsplit.cluster.scheduler.job.divergence import (
     diverging_call,
 )
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
+from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 
@@ -125,6 +128,32 @@ def test_the_call_inside_another_is_the_one_that_is_wrong():
     calls_of = {0: history("eval"), 1: history("predict")}
     assert call_of_some(calls_of[0].latest[0], calls_of).name == "eval"
     assert call_of_some(calls_of[1].latest[0], calls_of).name == "predict"
+
+
+def test_a_call_from_a_second_thread_is_refused_while_another_is_in_one():
+    calls, reported = CallHistory(), []
+
+    @contextmanager
+    def reporting():
+        try:
+            yield
+        except ConfigurationError as error:
+            reported.append(str(error))
+            raise
+
+    def from_another_thread():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(calls.begin, "state_dict").exception()
+
+    calls.reporting = reporting
+    calls.begin("train")
+    calls.begin("eval")  # of a callback, by the same thread
+    error = from_another_thread()
+    assert "state_dict() is called while another thread is in eval() at " in str(error)
+    assert "test_divergence.py" in str(error) and reported == [str(error)]
+    calls.end()
+    calls.end()
+    assert from_another_thread() is None
 
 
 def test_a_worker_that_may_come_back_tells_nothing():

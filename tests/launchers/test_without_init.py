@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
+from graphsplit.job import joined
 
 STARTED = {
     "torchrun": {
@@ -73,3 +75,14 @@ def test_one_process_of_torchrun_trains_alone(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {**STARTED["torchrun"], "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     CALLS["Model"]()
+
+
+def test_variables_of_a_job_without_a_role_are_a_warning() -> None:
+    told = r"MS_WORKER_NUM=2 and MS_NODE_ID=0 is set, but not MS_ROLE: this process trains alone"
+    with pytest.warns(UserWarning, match=told) as warned:
+        joined._warn_of_no_role({"MS_WORKER_NUM": "2", "MS_NODE_ID": "0"})
+    assert "graphsplit run -n 2" in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for meant in ({}, {"MS_WORKER_NUM": "1"}, {"MS_WORKER_NUM": "2", "GS_LAUNCHER": "none"}):
+            joined._warn_of_no_role(meant)

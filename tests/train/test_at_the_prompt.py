@@ -28,6 +28,24 @@ def test_what_is_public_is_shown_and_nothing_else():
     assert dir(gs) == sorted(gs.__all__)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "meant"),
+    [
+        ("module 'graphsplit'", "Modle", "Model"),
+        ("module 'graphsplit'", "init_process_group", "init"),
+        ("'Model' object", "evaluate", "eval"),
+        ("'Model' object", "fit", "train"),
+        ("'Model' object", "train_setp", "train_step"),
+    ],
+)
+def test_a_name_that_is_not_there_is_told_the_one_that_was_meant(owner: str, name: str, meant: str):
+    found = gs if owner.startswith("module") else gs.Model(nn.Linear(2, 2))
+    text = f"{owner} has no attribute {name!r}; did you mean {meant!r}?"
+    with pytest.raises(AttributeError, match=re.escape(text) + "$"):
+        getattr(found, name)
+    assert not hasattr(found, "nothing_like_it")
+
+
 def test_the_role_may_be_left_out():
     short, by_name, long = (nn.Linear(2, 2) for _ in range(3))
     assert short.place(1) is short  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,19 @@ DIFFERENT: dict[str, tuple[str, Callable[[int], Any]]] = {
         lambda r: DataLoader(TensorDataset(*(t[r::3] for t in DATA.tensors)), 4),
     ),
 }
+
+
+@pytest.mark.parametrize(("more", "text"), [("epochs", "2 epochs"), ("steps", "of 3 steps")])
+def test_another_number_of_epochs_or_steps_is_an_error_before_a_step(more: str, text: str):
+    def script(rank: int) -> None:
+        is_more = rank == 1
+        epochs = 2 if is_more and more == "epochs" else 1
+        alone().train(epochs, DataLoader(DATA, 8), steps=3 if is_more and more == "steps" else 2)
+
+    with pytest.raises((LoaderMismatchError, JobFailedError)) as caught:
+        ThreadCluster(script, 3).run()
+    assert "the arguments of workers 0 and 1 differ at the start of train" in str(caught.value)
+    assert re.search(rf"worker 1: .*{text}", str(caught.value))
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)

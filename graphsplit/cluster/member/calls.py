@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
@@ -32,11 +34,14 @@ class CallHistory:
     Attributes:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
         is_reading: Whether a Model's loader is asked for a batch now, which others may not do.
+        reporting: What is raised inside ends the job, whichever thread it is raised in.
     """
 
     def __init__(self) -> None:
         self.is_kept = True
         self.is_reading = False
+        self.reporting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._thread = 0  # that is in the open calls
         self._skipped = own_and_torchs()
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
@@ -52,21 +57,35 @@ class CallHistory:
             ConfigurationError: It reads one.
         """
         if self.is_reading:
-            raise ConfigurationError(
+            self._refuse(
                 f"{name}() is called by a loader or its data set: only workers that read the data "
                 f"come to it, and the others wait for the batch\n"
                 f"  Fix: call it in the script or in a callback, and give the data what it returns."
             )
 
+    def _refuse(self, why: str) -> NoReturn:
+        with self.reporting():
+            raise ConfigurationError(why)
+        raise AssertionError
+
     def begin(self, name: str) -> None:
         """A call begins, made by the nearest frame that is not graphsplit's or torch's.
 
         Raises:
-            ConfigurationError: It is made while a batch is read.
+            ConfigurationError: It is made while a batch is read, or while another thread is in one.
         """
         if self.is_reading:
             self.check(name)
         num, milestones, latest, within = self._state
+        thread = get_ident()
+        if within and thread != self._thread:
+            other = _told(*within[-1])
+            self._refuse(
+                f"{name}() is called while another thread is in {other.name}() at {other.source}: "
+                f"all workers make their calls in the same order, which two threads do not keep\n"
+                f"  Fix: call it in the thread that trains, as in a callback."
+            )
+        self._thread = thread
         call = (name, milestones, _caller(sys._getframe(1), self._skipped))
         latest = (*latest[1 - limits.MAX_CALLS :], call)
         self._state = (num + 1, milestones, latest, (*within, call))
