@@ -35,7 +35,7 @@ from graphsplit.job.control import ControlChannels
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.planning import passes, planner
-from graphsplit.recovery.loops.anew import Parts, Successor
+from graphsplit.recovery.loops.anew import HandedOver, Successor
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
@@ -277,7 +277,7 @@ class ThreadCluster:
         self.num_killed = self.num_joined = 0
         self.doomed: set[int] = set()
         self.lengths: dict[int, int] = {}
-        self.handed_over: dict[int, Parts] = {}
+        self.handed_over: dict[int, HandedOver] = {}
         self.num_anew = 0
         self._waiting: set[int] = set()
         self._finished: set[int] = set()
@@ -470,16 +470,16 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             while self._thread.is_alive():
                 _turns_of(self).pause()
 
-    def start(self: Any, job: Any, parts: Parts) -> None:
+    def start(self: Any, job: Any, parts: HandedOver) -> None:
         job.die_if_doomed()
         own = {n: SnapshotShard.read(p.pieces(), what="own") for n, p in parts.own.items()}
         held = {n: (torch.cat(list(p)),) for n, p in parts.held.parts.items()}
-        job._cluster.handed_over[job.rank] = Parts(own, HeldCopies(held))
+        job._cluster.handed_over[job.rank] = HandedOver(own, HeldCopies(held))
         raise StartedAnew
 
-    def received(self: Any) -> Parts:
+    def received(self: Any) -> HandedOver:
         job = _here.job
-        parts: Parts = job._cluster.handed_over.pop(job.rank, Parts())
+        parts: HandedOver = job._cluster.handed_over.pop(job.rank, HandedOver())
         return parts
 
     monkeypatch.setattr(Successor, "start", start)

@@ -35,11 +35,7 @@ class OtherLoaders:
     def begin(self, loader: Any) -> None:
         """It is used next."""
         if self._due:
-            looks = _looks(loader)
-            found = next((due for due in self._due if due[0] == looks), None)
-            if found is not None:
-                self._due.remove(found)
-                put_loader(loader, found[1])
+            put_loader(loader, self._take_due(loader))
         self._before = _own_state(loader)
 
     def end(self, loader: Any) -> None:
@@ -66,14 +62,19 @@ class OtherLoaders:
             loader = one.loader()
             if loader is None:
                 continue
-            looks = _looks(loader)
-            found = next((due for due in self._due if due[0] == looks), None)
-            if found is None:
-                put_loader(loader, one.first)
-            else:
-                self._due.remove(found)
+            found = self._take_due(loader)
+            if found is not None:
                 self._known.append(one)
-                put_loader(loader, found[1])
+            put_loader(loader, one.first if found is None else found)
+
+    def _take_due(self, loader: Any) -> Any:
+        """The state that waits for a loader of this look; None if none does."""
+        looks = _looks(loader)
+        for due in self._due:
+            if due[0] == looks:
+                self._due.remove(due)
+                return due[1]
+        return None
 
 
 def put_loader(loader: Any, state: Any) -> None:

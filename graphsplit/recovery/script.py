@@ -256,7 +256,7 @@ class RecoveringScript(Script):
         if entry.call.name == "train":
             self._take(entry, inside=False)
             with self._job.reporting():
-                self._snapshots.wait_committed()
+                self._snapshots.wait_offered()
         elif entry.call.name in ("train_step", "step"):
             self._check_shares()
             self._steps += 1

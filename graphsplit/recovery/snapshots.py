@@ -11,7 +11,6 @@ import torch
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
-from graphsplit.encoding.packed import FlatTensors
 from graphsplit.encoding.values import decode, encode
 from graphsplit.errors import CheckpointError
 from graphsplit.job.group import read_record
@@ -29,17 +28,15 @@ from graphsplit.recovery.results import Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import (
     KEEP,
-    DiskWriter,
     ModelsOnDisk,
-    SnapshotFolder,
     model_folder,
 )
+from graphsplit.recovery.snapshot.parts import SMALLEST_LIMIT, Parts
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.recovery.snapshot.share import ModelSnapshot
 
 _GENERATORS = "generators"
-_SMALLEST_LIMIT = 64 * 1024 * 1024
 _STATE_FACTOR = 16  # an optimizer that keeps more per parameter is not known
 
 
@@ -69,7 +66,7 @@ class ScriptPoint:
         return self.ordinal if self.inside else self.ordinal + 1
 
 
-class Snapshots:
+class Snapshots(Parts):
     """Takes snapshots on one worker, and goes back to them.
 
     Args:
@@ -79,22 +76,16 @@ class Snapshots:
         results: What calls have returned.
     """
 
+    writer = ModelsOnDisk
+
     def __init__(
         self, job: Job, settings: SnapshotSettings, shares: list[ModelSnapshot], results: Results
     ) -> None:
-        self._job = job
-        self._settings = settings
+        super().__init__(job, settings)
         self._shares = shares
         self._results = results
-        self._folder = SnapshotFolder(settings.folder) if settings.folder else None
-        self._number = START
         self._places: dict[int, ScriptPoint] = {}
-        self._free: list[FlatTensors] = []
-        self._used: dict[int, FlatTensors] = {}
-        self._replicator: Replicator | None = None
-        self._disk: DiskWriter | None = None
         self._num_sent = 0  # lines of results that have been sent in this generation
-        self._since_disk = 0
         self._on_disk: tuple[int, ...] = ()  # that may be there, or are on their way
         self._target: Target | None = None
         self._part: SnapshotShard | None = None  # of the target, where it is in memory
@@ -134,7 +125,7 @@ class Snapshots:
             CheckpointError: An earlier one could not be written.
         """
         self._is_established, self._seats = True, self._job.seats
-        replicator = self._replicator or self._new_replicator(HeldCopies())
+        replicator = self._replicator or self._begin_replicating(HeldCopies())
         replicator.wait_committed(replicator.offered)  # [Note: at most two]
         self._forget_old(replicator.committed)
         self._number += 1
@@ -164,31 +155,17 @@ class Snapshots:
 
     def wait_safe(self) -> None:
         """Wait until the last snapshot counts, and is on disk if it goes there."""
+        self.wait_offered()
         assert self._replicator is not None
-        self._replicator.wait_committed(self._number)
         self._replicator.wait_stored()
-
-    def wait_committed(self) -> None:
-        """Wait until the last snapshot counts."""
-        assert self._replicator is not None
-        self._replicator.wait_committed(self._number)
 
     def _copy(self, place: ScriptPoint) -> SnapshotShard:
         tensors: dict[str, torch.Tensor] = {}
         generators = all_generators()
         nodes = [share.collect(tensors, generators[1]) for share in self._shares if share.matters]
         encoded = encode(generators, tensors, path=_GENERATORS)
-        flat = self._free.pop() if self._free else FlatTensors()
-        flat.copy(tensors)
-        self._used[place.number] = flat
         values = {"place": records.to_node(place), "models": nodes, _GENERATORS: encoded}
-        numbers = {"number": place.number, "rank": self._job.rank}
-        return SnapshotShard({**numbers, **values}, flat.memory, flat.slots)
-
-    def _release(self, part: SnapshotShard) -> None:
-        flat = self._used.pop(part.number, None)
-        if flat is not None:
-            self._free.append(flat)
+        return self._copied(values, tensors)
 
     def _script(self, place: ScriptPoint) -> dict[str, Any]:
         """The place in the script, as it goes to disk."""
@@ -217,18 +194,9 @@ class Snapshots:
             if share.index in place.models:
                 share.start = None
 
-    def _new_replicator(self, held: HeldCopies) -> Replicator:
-        if self._replicator is not None:
-            self._replicator.close()
-        if self._disk is not None:
-            self._disk.close()
-        self._disk = None
-        if self._folder is not None:
-            self._disk = ModelsOnDisk(self._folder, self._job.rank, self._job.num_workers)
-        made = Replicator(self._job, held=held, limit_bytes=self._limit_bytes(), disk=self._disk)
-        made.on_release = self._release
-        self._replicator, self._num_sent = made, 0
-        return made
+    def _begin_replicating(self, held: HeldCopies) -> Replicator:
+        self._num_sent = 0
+        return self._replicate(held, self._limit_bytes())
 
     def _limit_bytes(self) -> int:
         """No part can be larger: an optimizer keeps a few tensors per parameter at most."""
@@ -237,7 +205,7 @@ class Snapshots:
             for share in self._shares
             for tensor in named_state(share.task.network, share.task.loss_fn).values()
         ]
-        return _SMALLEST_LIMIT + _STATE_FACTOR * sum(sizes)
+        return SMALLEST_LIMIT + _STATE_FACTOR * sum(sizes)
 
     # Going back.
 
@@ -356,7 +324,7 @@ class Snapshots:
             self._places[number] = place
         if self._folder is not None and self._job.rank == 0:
             self._folder.remove_after(number)
-        self._new_replicator(held)
+        self._begin_replicating(held)
 
     def restore(self, *, is_rollback: bool) -> None:
         """Put everything back to what was agreed on. Collective if it comes from disk.
@@ -424,24 +392,6 @@ class Snapshots:
         assert self._folder is not None
         folder = model_folder(self._folder.path(place.number), share.index)
         share.load(folder, inside=self._is_inside(share, place))
-
-    def wait_offered(self) -> None:
-        """Wait until what was brought away last counts: a further loss does no harm then."""
-        assert self._replicator is not None
-        self._replicator.wait_committed(self._replicator.offered)
-
-    def finished(self) -> None:
-        """Nothing will have to be recovered."""
-        self.close()
-        if self._folder is not None and self._job.rank == 0:
-            self._folder.remove_all()
-
-    def close(self) -> None:
-        """End all threads."""
-        if self._replicator is not None:
-            self._replicator.close()
-        if self._disk is not None:
-            self._disk.close()
 
 
 def _read_place(node: Any) -> ScriptPoint:

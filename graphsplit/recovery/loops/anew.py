@@ -28,7 +28,7 @@ _Pieces = Sequence[torch.Tensor]
 
 
 @dataclass
-class Parts:
+class HandedOver:
     """The parts of snapshots that one worker holds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Successor:
     def __init__(self) -> None:
         self._folder = os.getcwd()
 
-    def start(self, job: Job, parts: Parts) -> NoReturn:
+    def start(self, job: Job, parts: HandedOver) -> NoReturn:
         """Start the script again, from its first line.
 
         Args:
@@ -75,9 +75,9 @@ class Successor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
-    def received(self) -> Parts:
+    def received(self) -> HandedOver:
         """The parts that the process before has handed over; none in a new one."""
-        parts = Parts()
+        parts = HandedOver()
         for told in os.environ.pop(HANDED_OVER, "").split():
             kind, number, file = told.split(":")
             octets = memory_files.read(int(file))

@@ -26,7 +26,7 @@ from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
-from graphsplit.recovery.snapshot.share import put_settings, settings_of
+from graphsplit.recovery.snapshot.share import put_entries, put_settings, settings_of
 from graphsplit.torch_ext.attributes import note_stepped
 
 Tensors = dict[str, torch.Tensor]
@@ -253,14 +253,8 @@ class LoopOptimizers:
             if values["is_settled"]:
                 settled(one, self._loop)
             show_here(one)
-            one.state.clear()
-            order = order_of(one)
-            order.made.clear()
-            order.num_steps = values["num_steps"]
-            for name, made, state in values["state"]:
-                parameter = self._find(name)
-                one.state[parameter] = state
-                order.made[parameter] = (made[0], made[1])
+            state = [(self._find(name), *rest) for name, *rest in values["state"]]
+            put_entries(one, values["num_steps"], state)
             if values["is_settled"]:
                 hide_others(one)
             note_stepped(one)

@@ -237,7 +237,7 @@ class LoopScript(Script):
         encoded = part.values[_GENERATORS]
         set_all_generators(decode(encoded, lambda name: tensors[name].clone()))
         self._places, self._part, self._since = (), None, 0
-        self._snapshots.wait_safe()
+        self._snapshots.wait_offered()
 
     def _end(self, current: LoopRounds) -> None:
         if current in self._running:

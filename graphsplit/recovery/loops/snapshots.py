@@ -9,24 +9,22 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.encoding import records
-from graphsplit.encoding.packed import FlatTensors
 from graphsplit.errors import ClusterError
 from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.recovery.agreement import START, Offer, choose
 from graphsplit.recovery.exchange import exchange_parts
-from graphsplit.recovery.loops.anew import Parts, Successor
+from graphsplit.recovery.loops.anew import HandedOver, Successor
 from graphsplit.recovery.loops.disk import PartsOnDisk, read_part
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.disk import SnapshotFolder
+from graphsplit.recovery.snapshot.parts import SMALLEST_LIMIT, Parts
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 
-_SMALLEST_LIMIT = 64 * 1024 * 1024
 _FACTOR = 16  # no worker's part is so much larger than that of the one before it
 
 
-class LoopSnapshots:
+class LoopSnapshots(Parts):
     """The snapshots of one worker.
 
     Args:
@@ -38,19 +36,13 @@ class LoopSnapshots:
         may_go_on: Whether an earlier process, or job, may have taken one.
     """
 
+    writer = PartsOnDisk
+
     def __init__(self, job: Job, successor: Successor, settings: SnapshotSettings) -> None:
-        self._job = job
+        super().__init__(job, settings)
         self._successor = successor
-        self._disk_every = settings.disk_every
-        self._folder = SnapshotFolder(settings.folder) if settings.folder else None
         self.may_go_on = job.generation > 1 or self._folder is not None
-        self._disk: PartsOnDisk | None = None
-        self._since_disk = 0
         self._parts = successor.received()
-        self._number = START
-        self._free: list[FlatTensors] = []
-        self._used: dict[int, FlatTensors] = {}
-        self._replicator: Replicator | None = None
 
     def agree(self) -> SnapshotShard | None:
         """Find out with all others where to go on. Collective.
@@ -70,7 +62,7 @@ class LoopSnapshots:
         told = [read_record(Offer, text, what="an offer of snapshots") for text in texts]
         on_disk = tuple(number for one in told for number in one.disk)
         target = choose([replace(one, reaches=on_disk) for one in told])  # all begin anew
-        self._parts, self._number = Parts(), target.number
+        self._parts, self._number = HandedOver(), target.number
         if self._folder is not None and group.rank == 0:
             self._folder.remove_after(target.number)
         if target.number == START:
@@ -110,16 +102,12 @@ class LoopSnapshots:
             CheckpointError: An earlier one could not be written.
         """
         if self._replicator is not None:
-            self._replicator.wait_committed(self._replicator.offered)
-        flat = self._free.pop() if self._free else FlatTensors()
-        flat.copy(tensors)
+            self.wait_offered()
         self._number += 1
-        self._used[self._number] = flat
-        named = {"number": self._number, "rank": self._job.rank, **values}
-        part = SnapshotShard(named, flat.memory, flat.slots)
+        part = self._copied(values, tensors)
         replicator = self._replicator or self._replicating(part, HeldCopies())
         self._since_disk += rounds
-        is_due = is_last or self._since_disk >= self._disk_every
+        is_due = is_last or self._since_disk >= self._settings.disk_every
         goes_to_disk = self._folder is not None and is_due
         if goes_to_disk:
             replicator.wait_stored()
@@ -129,46 +117,14 @@ class LoopSnapshots:
             replicator.wait_committed(self._number)
             replicator.wait_stored()
 
-    def wait_safe(self) -> None:
-        """Wait until the last snapshot is held by others as well.
-
-        Raises:
-            MembershipChangedError, JobFailedError: The generation is over.
-        """
-        if self._replicator is not None:
-            self._replicator.wait_committed(self._replicator.offered)
-
     def start_anew(self) -> NoReturn:
         """Start the script again, with the parts that are here."""
         self.close()
         parts = self._parts
         if self._replicator is not None:
-            parts = Parts(dict(self._replicator.own), self._replicator.held)
+            parts = HandedOver(dict(self._replicator.own), self._replicator.held)
         self._successor.start(self._job, parts)
 
     def _replicating(self, part: SnapshotShard, held: HeldCopies) -> Replicator:
         size = sum(piece.numel() for piece in part.pieces())
-        limit = max(_SMALLEST_LIMIT, _FACTOR * size)
-        if self._folder is not None:
-            self._disk = PartsOnDisk(self._folder, self._job.rank, self._job.num_workers)
-        self._replicator = Replicator(self._job, held=held, limit_bytes=limit, disk=self._disk)
-        self._replicator.on_release = self._release
-        return self._replicator
-
-    def _release(self, part: SnapshotShard) -> None:
-        flat = self._used.pop(part.number, None)
-        if flat is not None:
-            self._free.append(flat)
-
-    def finished(self) -> None:
-        """Nothing will have to be recovered."""
-        self.close()
-        if self._folder is not None and self._job.rank == 0:
-            self._folder.remove_all()
-
-    def close(self) -> None:
-        """End all threads; what is being written is written."""
-        if self._replicator is not None:
-            self._replicator.close()
-        if self._disk is not None:
-            self._disk.close()
+        return self._replicate(held, max(SMALLEST_LIMIT, _FACTOR * size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -392,16 +392,16 @@ class ModelSnapshot:
             optimizers_of(self.task).items(), settings, members, strict=True
         ):
             put_settings(optimizer, groups, [[named[n] for n in group] for group in names])
-            parameters = parameters_of(optimizer)
-            optimizer.state.clear()
-            order = order_of(optimizer)
-            order.made.clear()
-            order.num_steps = num_steps
-            for index, entry in saved[name]["state"].items():
-                parameter = parameters[int(index)]
-                found = decode(entry, lambda key: contents.tensors[key].clone())
-                optimizer.state[parameter] = found
-                order.made[parameter] = tuple(saved[name]["order"][index])
+            parameters, made = parameters_of(optimizer), saved[name]["order"]
+            entries = {
+                index: decode(entry, lambda key: contents.tensors[key].clone())
+                for index, entry in saved[name]["state"].items()
+            }
+            put_entries(
+                optimizer,
+                num_steps,
+                ((parameters[int(i)], made[i], entry) for i, entry in entries.items()),
+            )
 
     # What the script itself changes between calls.
 
@@ -466,6 +466,25 @@ def put_settings(
         for key in [key for key in group if key != "params" and key not in saved]:
             del group[key]
         group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
+
+
+def put_entries(
+    optimizer: torch.optim.Optimizer, num_steps: int, entries: Iterable[tuple[Any, Any, Any]]
+) -> None:
+    """Let an optimizer keep nothing but this.
+
+    Args:
+        optimizer: The optimizer, its groups as they were.
+        num_steps: How many steps it has made.
+        entries: Of each parameter that is here: itself, when its entry was made, and the entry.
+    """
+    order = order_of(optimizer)
+    optimizer.state.clear()
+    order.made.clear()
+    order.num_steps = num_steps
+    for parameter, (step, position), entry in entries:
+        optimizer.state[parameter] = entry
+        order.made[parameter] = step, position
 
 
 def loads_state(name: str) -> bool:
