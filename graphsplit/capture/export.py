@@ -7,7 +7,6 @@ as one operation. So the recorded graph, run operation by operation, gives the b
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -80,7 +79,6 @@ class _Step(nn.Module):
         super().__init__()
         loss_fn: Any = request.loss_fn
         self.network = request.network
-        self._plain_loss = loss_fn if inspect.isroutine(loss_fn) else None
         is_function = loss_fn is not None and not isinstance(loss_fn, nn.Module)
         self.loss_fn = _LossFunction(loss_fn) if is_function else loss_fn
         self._run = request.run
@@ -102,7 +100,7 @@ class _Step(nn.Module):
             DataIsDetached(),
             answering as questions,
             self._watch.watching(buffers),
-            OutsideReads(self._plain_loss),
+            OutsideReads(),
         ):
             found = self._run(self.network, self.loss_fn, *args, **kwargs)
         leaves, structure = take_apart(found)

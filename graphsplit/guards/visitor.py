@@ -110,6 +110,7 @@ class ValueVisitor:
         named: Classes, modules and functions whose attributes are noted by name.
         passes_by: Whether code asks objects for attributes past their classes.
         looks_into: Whether code asks functions what they consist of.
+        on_first: Called with each place that is noted, and the snapshot of what was there.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class ValueVisitor:
         self.met: dict[int, tuple[Any, str]] = {}
         self.made: dict[int, Any] = {}  # objects that forward has made
         self.passes_by = self.looks_into = False
+        self.on_first: Callable[[Place, Any], object] = lambda place, first: None
         self._classes = classes
         self.real_of = real_of
         self._state = {id(t) for t in (*root.parameters(), *root.buffers())}
@@ -173,6 +175,7 @@ class ValueVisitor:
             first = with_leaves(first, self.real_of)
         if any_leaf(first, _has_no_value):
             is_read = False
+        self.on_first(place, first)
         self.noted[place.identity] = Noted(place, first, is_read, is_whole)
 
     def put_values_back(self) -> None:
@@ -239,9 +242,7 @@ class ValueVisitor:
         if isinstance(value, functools.partial):
             place = Place(PlaceKind.FIELD, value, "keywords", f"keywords of {label}")
             self.note(place)
-            for given in value.args:
-                if isinstance(given, CONTAINERS):
-                    self.note(itself(given, f"an argument of {label}"))
+            self.note(Place(PlaceKind.FIELD, value, "args", f"arguments of {label}"))
         for place in hidden_places(value, label):
             self.note(place)
             self.meet(place.read(), place.label)

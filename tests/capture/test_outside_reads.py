@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import cProfile
 import datetime
+import functools
 import itertools
 import logging
 import os
@@ -32,6 +33,14 @@ X = torch.zeros(2, 4)
 OWN, CYCLE, DEFAULT = random.Random(1), itertools.cycle([1.0, 2.0]), itertools.count(2.0)
 NUMPY, OLD_NUMPY = np.random.default_rng(0), np.random.RandomState(0)
 Run = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Held:
+    def __init__(self) -> None:
+        self.items = [itertools.count(4.0), itertools.count(5.0)]
+
+
+HELD, NEXT = Held(), functools.partial(next, itertools.count(3.0))
 
 
 def numbers() -> Iterator[float]:
@@ -82,6 +91,8 @@ ITEMS: dict[str, Run] = {
     "a generator": lambda net, x: x * next(net.fresh),
     "a generator that has begun": lambda net, x: x * next(net.begun),
     "a default": lambda net, x, items=DEFAULT: x * next(items),  # type: ignore[misc]
+    "what a partial has": lambda net, x: x * NEXT(),
+    "in a list of an object": lambda net, x: x * next(HELD.items[1]),
 }
 HARMLESS: dict[str, Run] = {
     "the first parameter": lambda net, x: x.to(next(net.parameters()).dtype),

@@ -17,6 +17,7 @@ from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.functions import CONVERSIONS, computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python import identities
+from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
@@ -179,7 +180,8 @@ class StateWatch:
                 self._kept.leave_out(tensor for tensor, _ in lifted.tensors.values())
                 for place in lifted.places:
                     recorder.note_lifted(place)
-                run_again = RunAgain(recorder)
+                run_again, iterators = RunAgain(recorder), KeptIterators(recorder.unseen)
+                recorder.on_first = iterators.note
                 with (
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
@@ -194,6 +196,7 @@ class StateWatch:
                         recorder.ask_classes()
                     yield
                 run_again.check()
+                iterators.check()
                 if assigned is not None:
                     self._kept.settle(recorder.noted, assigned)
             except (

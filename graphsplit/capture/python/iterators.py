@@ -1,138 +1,73 @@
 """Iterators and NumPy's generators that a network's code keeps: did a recording move them on?
 
-No hook sees what C code does with them. So where a function of the user's starts, those that its
-names lead to are noted, each with its state; after the recording the states are compared.
+No hook sees what C code does with them. So where a place that holds one is first read, its state is
+noted; after the recording the states are compared.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import (
-    BuiltinMethodType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    MethodWrapperType,
-    ModuleType,
-)
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import BuiltinMethodType, GeneratorType, MethodWrapperType
 from typing import Any
 
 import numpy as np
 
-from graphsplit.capture.observe import reachable_values
 from graphsplit.capture.reach.reach import holders
 from graphsplit.errors import CaptureError
-from graphsplit.frames import short_path
-from graphsplit.guards.classes import own_dictionary
+from graphsplit.guards.classes import is_watchable
+from graphsplit.guards.places import Place
+from graphsplit.guards.values import any_leaf
 
 _MAX_DEPTH = 3
-_MAX_ITEMS = 100
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Something that moves on when it is used.
-
-    Attributes:
-        value: It.
-        state: Its state before; equal if it is the same.
-        name: What leads to it.
-        code: The function that does so.
-    """
-
-    value: Any
-    state: Any
-    name: str
-    code: CodeType
+_OF_NUMPY = (np.random.BitGenerator, np.random.Generator, np.random.RandomState)
 
 
 class KeptIterators:
-    """Values that running functions can reach, by the names in their code."""
+    """Those in the places that code reads, each with its state when it was read first.
 
-    def __init__(self) -> None:
-        self._kept: dict[int, _Kept] = {}
-        self._seen: set[tuple[CodeType, int]] = set()
+    Args:
+        unseen: Gives a block inside which reads are not noted.
+    """
 
-    def note(self, frame: FrameType) -> None:
-        """Note what a function that starts can reach.
+    def __init__(self, unseen: Callable[[], AbstractContextManager[None]]) -> None:
+        self._unseen = unseen
+        self._kept: dict[int, tuple[Any, Any, Place]] = {}
 
-        Args:
-            frame: Its frame.
-        """
-        code = frame.f_code
-        count = code.co_argcount + code.co_kwonlyargcount
-        given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
-        key = code, id(given[0]) if given else 0
-        if key in self._seen and not code.co_freevars:
-            return
-        self._seen.add(key)
-        names = set(code.co_names)
-        held = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
-        held.update({name: frame.f_locals.get(name) for name in code.co_freevars})
-        for name, value in held.items():
-            self._note(value, name, names, code, _MAX_DEPTH)
-        for name, value in zip(code.co_varnames, given, strict=False):
-            # Iterators that are handed from function to function were made on the way.
-            if not isinstance(value, (list, tuple, dict, Iterator)):
-                self._note(value, name, names, code, _MAX_DEPTH)
+    def note(self, place: Place, first: Any) -> None:
+        """Note what was in a place first, as a snapshot."""
 
-    def note_function(self, function: Any) -> None:
-        """Note what a function can reach by its defaults and cells."""
-        code = getattr(function, "__code__", None)
-        if isinstance(code, CodeType):
-            self._note(function, code.co_name, set(), code, 1)
+        def note(leaf: Any) -> bool:
+            if isinstance(leaf, (BuiltinMethodType, MethodWrapperType)):
+                leaf = leaf.__self__  # self.draw = np.random.default_rng(0).random
+            kind: Any = type(leaf)
+            if _moves(kind) and id(leaf) not in self._kept:
+                with self._unseen():
+                    self._kept[id(leaf)] = leaf, _state_of(leaf), place
+            return False
 
-    def _note(self, value: Any, name: str, names: set[str], code: CodeType, depth: int) -> None:
-        if isinstance(value, (BuiltinMethodType, MethodWrapperType)):
-            value = value.__self__  # self.draw = np.random.default_rng(0).random
-        state = _state_of(value)
-        if state is not None:
-            known = self._kept.get(id(value))
-            if known is None or known.state == state:  # the name that was found last is nearest
-                self._kept[id(value)] = _Kept(value, state, name, code)
-        if not depth or isinstance(value, (ModuleType, type)):
-            return
-        if isinstance(value, (list, tuple, dict)):
-            items = list(value.values() if isinstance(value, dict) else value)
-            for item in items[:_MAX_ITEMS]:
-                self._note(item, name, names, code, 0)
-            return
-        if isinstance(value, (FunctionType, functools.partial)):
-            for inner_value in reachable_values(value, depth=0):
-                self._note(inner_value, name, names, code, 0)
-            return
-        held = own_dictionary(value)  # past the hooks of whoever records what code reads
-        if held is not None:
-            for inner in names & held.keys():
-                self._note(held[inner], inner, names, code, depth - 1)
+        any_leaf(first, note)
 
     def check(self) -> None:
         """Raise ``CaptureError`` if one of them has moved on."""
-        for kept in list(self._kept.values()):
-            if _state_of(kept.value) != kept.state:
-                what = "an iterator" if isinstance(kept.value, Iterator) else "a NumPy generator"
+        for value, state, place in self._kept.values():
+            if _state_of(value) != state:
+                what = "an iterator" if isinstance(value, Iterator) else "a NumPy generator"
                 raise CaptureError(
-                    f"forward or the loss uses {kept.name!r}, {what} that was there before"
-                    f" ({type(kept.value).__name__}); the captured graph would keep what it got, "
-                    f"at every step\n  {_line_of(kept)}\n"
+                    f"forward or the loss uses {place.label}, {what} that was there before"
+                    f" ({type(value).__name__}); the captured graph would keep what it got, "
+                    f"at every step\n  {place.source}\n"
                     f"  Fix: draw with torch from the default generator, hand the item in with the "
                     f"batch, or keep the module or function that does it whole, with gs.opaque."
                 )
 
 
-def _line_of(kept: _Kept) -> str:
-    """``file:line, in function`` where a name stands."""
-    number = kept.code.co_firstlineno
-    for instruction in dis.get_instructions(kept.code):
-        number = instruction.starts_line or number
-        if instruction.argval == kept.name:
-            break
-    return f"{short_path(kept.code.co_filename)}:{number}, in {kept.code.co_name}"
+@functools.lru_cache(maxsize=4096)
+def _moves(kind: Any) -> bool:
+    """Whether objects of a class move on unseen; what one of the user's does, attributes show."""
+    return issubclass(kind, _OF_NUMPY) or (issubclass(kind, Iterator) and not is_watchable(kind))
 
 
 def _state_of(value: Any) -> Any:
@@ -143,22 +78,20 @@ def _state_of(value: Any) -> Any:
     """
     if isinstance(value, np.random.BitGenerator):
         value = np.random.Generator(value)
-    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+    if isinstance(value, _OF_NUMPY):
         return holders((value,))[0][0].held()
     if isinstance(value, GeneratorType):
         return inspect.getgeneratorstate(value)
-    if isinstance(value, Iterator):
-        return _position(value, _MAX_DEPTH)
-    return None
+    return _position(value, _MAX_DEPTH)
 
 
 def _position(iterator: Any, depth: int) -> str | None:
     """Where an iterator stands, as far as it tells."""
-    if hasattr(iterator, "tell"):
-        return str(iterator.tell())
     try:
+        if hasattr(iterator, "tell"):
+            return str(iterator.tell())
         reduced = iterator.__reduce__()
-    except TypeError:
+    except (TypeError, NotImplementedError, OSError):
         return None
     return repr([_shown(part, depth) for part in reduced])
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users, line_now
 from graphsplit.torch_ext.function_modes import TorchCalls
@@ -116,22 +115,17 @@ _OF_TORCH = frozenset(("sympy", "mpmath", "networkx"))
 class OutsideReads(TorchCalls):
     """Refuses, while a network's code runs, what the graph would not read again.
 
-    ``with OutsideReads(loss_fn):`` runs what is recorded; no other mode may be entered after it.
-
-    Args:
-        loss_fn: The loss, which no code of the user's calls.
+    ``with OutsideReads():`` runs what is recorded; no other mode may be entered after it.
 
     Raises:
         CaptureError: Names the user's line and the way out.
     """
 
-    def __init__(self, loss_fn: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._outer: Any = None
         self._switches: Any = None
         self._refusal: CaptureError | None = None
-        self._iterators = KeptIterators()
-        self._iterators.note_function(loss_fn)
         self._new: list[Any] = []  # generators that the code itself has made; held for their ids
         self._new_ids: set[int] = set()
 
@@ -154,8 +148,6 @@ class OutsideReads(TorchCalls):
         self._new.clear()
         if self._refusal is not None:
             raise self._refusal
-        if exception[0] is None:
-            self._iterators.check()
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,8 +179,6 @@ class OutsideReads(TorchCalls):
             self._see_new(frame)
         elif code.co_flags & inspect.CO_GENERATOR:
             self._see_generator(frame)
-        elif _is_users(frame) and get_proxy_mode() is not None:
-            self._iterators.note(frame)
 
     def _see_new(self, frame: FrameType) -> None:
         """A ``random.Random`` that is made and seeded here draws the same at every step."""
