@@ -138,8 +138,15 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         for gradient in gradients if loop.twins else ():
             loop.twins.check_write(gradient.held)
         if loop.rank == home:
+            held = [g.held for g in gradients if g.home == home]
+            if any(h.device != flag.device for h in held):
+                raise ConfigurationError(
+                    "a GradScaler unscales gradients on a GPU, of a network that gs.distribute "
+                    "has cut\n  Fix: gs.Model(..., scaler=scaler, autocast=torch.float16); or "
+                    "bfloat16, which needs no scaler."
+                )
             with DisableTorchFunctionSubclass():
-                func([g.held for g in gradients if g.home == home], flag, inverse)
+                func(held, flag, inverse)
         flag = loop.share(flag if loop.rank == home else shape_of(flag), home)
         found_inf.copy_(torch.maximum(found_inf, flag))
     loop.num_changes += 1

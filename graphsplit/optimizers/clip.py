@@ -18,6 +18,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import foreach_norm, grouped_tensors, has_foreach_support
 
+Kind = tuple[torch.dtype, torch.device]
+"""The dtype and the device of a gradient."""
+
 
 @dataclass(frozen=True)
 class GlobalNorm:
@@ -61,29 +64,33 @@ class GlobalNorm:
                     found[index] = norm
         return found
 
-    def total(self, norms: Sequence[float], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    def total(self, norms: Sequence[float], kinds: Sequence[Kind]) -> torch.Tensor:
         """The norm of all gradients, from the norms of each.
 
-        PyTorch gathers the norms by the dtype of the gradients, in an order that only it knows.
+        PyTorch gathers the norms by device and dtype of the gradients, in an order that only it
+        knows, and adds them up on the device of the first: another one has other bits.
 
         Args:
             norms: The norm of each gradient, in the order of the parameters.
-            dtypes: The dtype of each gradient.
+            kinds: The dtype and the device of each gradient.
+
+        Returns:
+            A scalar on the device of the first gradient.
 
         Raises:
             RuntimeError: It is infinite or NaN, and ``error_if_nonfinite`` is set.
         """
         if not norms:
             return torch.tensor(0.0)
-        empty = {dtype: torch.empty(0, dtype=dtype) for dtype in set(dtypes)}
+        empty = {kind: torch.empty(0, dtype=kind[0], device=kind[1]) for kind in set(kinds)}
         groups = [
             torch.tensor([norms[index] for index in members], dtype=torch.float64).to(
-                dtypes[members[0]].to_real()
+                kinds[members[0]][0].to_real()
             )
-            for members in _groups([empty[dtype] for dtype in dtypes])
+            for members in _groups([empty[kind] for kind in kinds])
         ]
         with torch.no_grad():
-            stacked = torch.cat(groups)
+            stacked = torch.cat(groups).to(kinds[0][1])
             total: torch.Tensor = torch.linalg.vector_norm(stacked, float(self.norm_type))
         if self.error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
 from graphsplit.optimizers.trial import Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
-from graphsplit.torch_ext.private import foreach_devices
+from graphsplit.torch_ext.private import CHOICE_OF_FORM, foreach_devices
 
 
 class _Verdict(enum.Enum):
@@ -297,9 +298,11 @@ class OwnedOptimizer:
         if not _hold(groups, self._counted):
             self._counted = [list(group["params"]) for group in groups]
             self._owned = [[p for p in group if not is_elsewhere(p)] for group in self._counted]
-            self._on_devices = [
-                n for n, g in enumerate(self._owned) if not all(p.is_cpu for p in g)
-            ]
+            self._on_devices = (
+                [n for n, g in enumerate(self._owned) if not all(p.is_cpu for p in g)]
+                if _asks_torch(self._optimizer)
+                else []
+            )
             self._owners = self._found_owners()
             if self._judged is not None and not self._holds(self._judged):
                 self._judged = None
@@ -348,6 +351,13 @@ class _Narrowed:
                 group["params"] = whole
             for group in self._formed:
                 group["foreach"] = None
+
+
+def _asks_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer lets torch choose how to step a group; Adafactor steps each alone."""
+    lines = type(optimizer).__mro__
+    modules = {c.__module__ for c in lines[: lines.index(torch.optim.Optimizer)]}
+    return any(hasattr(sys.modules.get(name), CHOICE_OF_FORM) for name in modules)
 
 
 def _chooses_form(group: Mapping[str, Any]) -> bool:

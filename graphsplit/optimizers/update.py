@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from graphsplit.errors import ConfigurationError, InvariantError
-from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
+from graphsplit.optimizers.clip import Clip, GlobalNorm, Kind, Value
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import guard_state
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -198,8 +198,7 @@ class Updater:
             told = {worker: part[num:] for worker, part in told.items()}
             self._note_nonfinite(flags)
         if isinstance(self.rules.clip, GlobalNorm):
-            norms, dtypes = self._decode(told)
-            self.last_norm = self.rules.clip.total(norms, dtypes)
+            self.last_norm = self.rules.clip.total(*self._decode(told))
             self.rules.clip.scale(self._owned(), self.last_norm)
         elif isinstance(self.rules.clip, Value):
             self.rules.clip.in_one_process(self._owned())
@@ -260,18 +259,18 @@ class Updater:
                 numbers += [_code_of(parameter.grad.dtype), next(norms)]
         return numbers
 
-    def _decode(self, told: Mapping[int, Sequence[float]]) -> tuple[list[float], list[torch.dtype]]:
-        """The norms of all gradients, in the order of the network's parameters."""
+    def _decode(self, told: Mapping[int, Sequence[float]]) -> tuple[list[float], list[Kind]]:
+        """The norms and kinds of all gradients, in the order of the network's parameters."""
         if len(self._owners) != len(self._parameters):
             raise InvariantError("a parameter has no owner")
         unread = {worker: iter(part) for worker, part in told.items()}
-        norms, dtypes = [], []
-        for owner in self._owners:
+        norms, kinds = [], []
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
             code, norm = next(unread[owner]), next(unread[owner])
             if code != _NO_GRADIENT:
                 norms.append(norm)
-                dtypes.append(_DTYPES[int(code)])
-        return norms, dtypes
+                kinds.append((_DTYPES[int(code)], parameter.device))
+        return norms, kinds
 
 
 def _code_of(dtype: torch.dtype) -> float:

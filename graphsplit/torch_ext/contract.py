@@ -308,6 +308,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "a scheduler notes here that a step was taken, and warns if there was none",
         "_opt_called",
     ),
+    *_of(
+        "torch.optim.adam",
+        "optimizers that ask it step a whole group in one kernel on a GPU",
+        "_default_to_fused_or_foreach",
+    ),
     # Switches: torch/csrc/Module.cpp.
     *(
         PrivateName(f"torch._C._get_{name}", "chooses a kernel: watched while capture runs")
@@ -318,6 +323,7 @@ CONTRACT: tuple[PrivateName, ...] = (
             *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
         )
     ),
+    *_of("torch", "on a GPU, sets the order of attention's kernels once", "_fused_sdp_choice"),
     *_of("torch.library", "which kernels Python has put in: others answer otherwise", "_impls"),
     # Functions that look at values between steps: torch/nn/utils/prune.py, parametrize.py,
     # parametrizations.py, weight_norm.py, spectral_norm.py, torch/optim/swa_utils.py.

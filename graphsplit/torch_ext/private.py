@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
 __all__ = [
     "CHECKPOINT",
     "CHECKPOINT_HOOK",
+    "CHOICE_OF_FORM",
     "COMPILED_CALLS",
     "EXPORT_PASSES",
     "LOGGERS_OF_CAPTURE",
@@ -130,16 +131,45 @@ storage_at: Callable[..., Any] = _C._construct_storage_from_data_pointer
 storage_use_count: Callable[[int], int] = _C._storage_Use_Count
 throw_on_mutable_data_ptr: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
 
+_has_chosen = False
+
+
+def _choose_attention() -> None:
+    """Have torch choose among its kernels of attention, as it does at the first one on a GPU."""
+    with DisableTorchFunction(), disable_current_modes():
+        one = torch.empty((1, 1, 1, 8), dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(one, one, one)
+
+
+def _get_sdp_priority_order() -> list[int]:
+    """Torch's order of the kernels of attention.
+
+    On some GPUs torch itself sets another one at the first attention of a process. That would look
+    as if the script had done so; so it happens before the first look.
+    """
+    global _has_chosen
+    if not _has_chosen and torch.cuda.is_initialized():
+        _choose_attention()
+        _has_chosen = True
+    order: list[int] = _C._get_sdp_priority_order()
+    return order
+
+
 # Which of several kernels runs; each has a getter of its own.
-SWITCHES: tuple[Callable[[], Any], ...] = tuple(
-    getattr(_C, f"_get_{name}")
-    for name in (
-        *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
-        *("cudnn_sdp_enabled", "sdp_priority_order", "float32_matmul_precision"),
-        *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
-        *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
-    )
+SWITCHES: tuple[Callable[[], Any], ...] = (
+    _get_sdp_priority_order if torch.backends.cuda.is_built() else _C._get_sdp_priority_order,
+    *(
+        getattr(_C, f"_get_{name}")
+        for name in (
+            *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+            *("cudnn_sdp_enabled", "float32_matmul_precision"),
+            *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+            *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
+        )
+    ),
 )
+# The function that modules of optimizers ask whether to step many parameters in one kernel.
+CHOICE_OF_FORM = "_default_to_fused_or_foreach"
 # What runs a function transform: torch's module, the name in it, the transform's public name.
 TRANSFORMS = (
     ("torch._functorch.apis", "vmap_impl", "torch.vmap"),

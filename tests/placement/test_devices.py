@@ -14,11 +14,13 @@ from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.capture.graph import CapturedGraph
 from graphsplit.errors import FrameError, PlacementError
 from graphsplit.optimizers import optimizer as optimizers
+from graphsplit.optimizers.clip import GlobalNorm
 from graphsplit.partition.checks.redrawn import refuse_draws_on_devices
 from graphsplit.partition.checks.replicated import refuse_unreplicable
 from graphsplit.partition.edges import partition
 from graphsplit.runtime.channels import channel_specs
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.torch_ext import private
 
 
 class Net(nn.Module):
@@ -134,3 +136,34 @@ class TestOptimizers:
     def test_the_users_own_choice_stays(self, chosen: bool) -> None:
         frozen = nn.Parameter(torch.zeros(2))
         assert self.stepped(self.on_device(), frozen, foreach=chosen) == [chosen, chosen]
+
+    @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Adafactor"])
+    def test_only_optimizers_that_ask_torch_are_told_a_form(self, name: str) -> None:
+        owned = optimizers.OwnedOptimizer(getattr(torch.optim, name)([self.on_device()], lr=0.1))
+        owned._refresh()
+        assert owned._on_devices == ([] if name == "Adafactor" else [0])
+
+    def test_a_class_of_the_users_own_asks_as_torchs_does(self) -> None:
+        mine = type("Mine", (torch.optim.Adam,), {})
+        assert optimizers._asks_torch(mine([self.on_device()]))
+
+
+def test_the_norm_of_all_gradients_is_added_up_on_the_device_of_the_first() -> None:
+    cpu, meta = ((torch.float32, torch.device(name)) for name in ("cpu", "meta"))
+    clip = GlobalNorm(1.0)
+    assert clip.total([3.0, 4.0], [cpu, cpu]) == 5.0
+    assert clip.total([3.0, 4.0, 12.0], [cpu, meta, meta]) == 13.0
+    assert clip.total([3.0, 4.0], [meta, cpu]).is_meta
+
+
+def test_the_order_of_attention_that_torch_sets_itself_is_set_before_the_first_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+    look = private._get_sdp_priority_order
+    monkeypatch.setattr(private, "_has_chosen", False)
+    monkeypatch.setattr(private, "_choose_attention", lambda: asked.append(True))
+    expected = torch._C._get_sdp_priority_order()
+    assert look() == expected and not asked, "no GPU is in use"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert look() == expected and look() == expected and asked == [True]

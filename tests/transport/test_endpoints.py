@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.protection import Protection
@@ -127,7 +128,9 @@ def test_an_unknown_transport_is_refused() -> None:
 
 
 def test_only_what_is_needed_is_offered() -> None:
-    for mode, keys in (("shm", {"shm"}), ("grpc", {"grpc"}), ("auto", {"shm", "grpc", "gloo"})):
+    of_gpus = {"nccl"} if torch.cuda.is_available() else set()
+    everything = {"shm", "grpc", "gloo"} | of_gpus
+    for mode, keys in (("shm", {"shm"}), ("grpc", {"grpc"}), ("auto", everything)):
         hub = Hub(bind_host="127.0.0.1", mode=mode)  # type: ignore[arg-type]
         assert set(hub.endpoints) == keys | {"token"}
         assert hub.endpoints.get("grpc", "127.0.0.1:").startswith("127.0.0.1:")

@@ -63,8 +63,9 @@ def casting_dtype() -> torch.dtype | None:
     """
     if torch.is_autocast_enabled("cuda"):
         raise ConfigurationError(
-            "torch.autocast('cuda') is on around a call of a distributed network, whose values "
-            "are on the CPU\n  Fix: torch.autocast('cpu', torch.bfloat16)."
+            "torch.autocast('cuda') is on around a call of a distributed network\n  Fix: "
+            "torch.autocast('cpu', torch.bfloat16) for values on the CPU; for values on a GPU, "
+            "open the block inside forward."
         )
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
