@@ -323,7 +323,8 @@ class OwnRows:
             start += len(batch.microbatches)
             found.append(batch)
         enough = grouped(found)
-        if tuple(found) != batches_of(division) and not fit(enough, shape):
+        is_new = any(a is not b for a, b in zip(found, batches_of(division), strict=True))
+        if is_new and not fit(enough, shape):
             raise ConfigurationError(
                 f"a batch looks otherwise when all of it is read\n  Fix: {FIX}"
             )
