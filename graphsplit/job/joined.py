@@ -98,7 +98,7 @@ def _warn_of_no_role(environ: Mapping[str, str]) -> None:
     if given and not is_meant:
         num = environ.get("MS_WORKER_NUM") or "N"
         warn_users(
-            f"{' and '.join(given)} is set, but not MS_ROLE: this process trains alone\n"
+            f"MS_ROLE is not set, but {' and '.join(given)}: this process trains alone\n"
             f"  Fix: graphsplit run -n {num} starts all processes; or set MS_ROLE=MS_WORKER, and "
             f"start a scheduler by MS_ROLE=MS_SCHED; or unset {given[0].partition('=')[0]}."
         )

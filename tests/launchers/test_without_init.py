@@ -78,7 +78,7 @@ def test_one_process_of_torchrun_trains_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_variables_of_a_job_without_a_role_are_a_warning() -> None:
-    told = r"MS_WORKER_NUM=2 and MS_NODE_ID=0 is set, but not MS_ROLE: this process trains alone"
+    told = r"MS_ROLE is not set, but MS_WORKER_NUM=2 and MS_NODE_ID=0: this process trains alone"
     with pytest.warns(UserWarning, match=told) as warned:
         joined._warn_of_no_role({"MS_WORKER_NUM": "2", "MS_NODE_ID": "0"})
     assert "graphsplit run -n 2" in str(warned[0].message)
