@@ -39,7 +39,7 @@ from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.data_watch import FIX
 from graphsplit.feeding.groups import Groups, num_batches
-from graphsplit.feeding.left_by_loaders import LeftByLoader
+from graphsplit.feeding.left_by_loaders import LeftByLoader, read_before
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.own_rows import OwnRows, checksum_of, fit, is_all_read
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
@@ -105,7 +105,7 @@ class Feed:
         self._planner = planner
         self._tickets = tickets
         self._mode = mode
-        self.leader = leader
+        self.leader, self._is_leading = leader, job.rank == leader
         self._readers = job.readers
         self._reading = job.readers.reading(loader, job.num_workers)
         self._have_read = {leader}
@@ -142,10 +142,6 @@ class Feed:
             for fed in self._lead() if self._is_leading else self._follow():
                 yield fed
                 self._job.member.position.calls.pass_milestone()
-
-    @property
-    def _is_leading(self) -> bool:
-        return self._job.rank == self.leader
 
     def _alone(self) -> Iterator[FeedItem]:
         """There is nobody to tell, and nothing to compare."""
@@ -282,7 +278,9 @@ class Feed:
         return True
 
     def _new_cursor(self) -> Iterator[Division]:
-        divisions = _drawn(self._rows.divisions(self._start, leads=self._is_leading), self._job)
+        with read_before(self._planner, self._start):
+            divisions = self._rows.divisions(self._start, leads=self._is_leading)
+        divisions = _drawn(divisions, self._job)
         groups = Groups(divisions, self._outlook)
         with self._planner.writes.read_again():
             for _ in range(self._num_batches):

@@ -8,13 +8,21 @@ and reads it then.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
+from graphsplit.checkpoint.position import EpochStart
+from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.planning.compared.writes import written_apart
 from graphsplit.planning.planner import Planner
+from graphsplit.planning.trainable import put_requires_grad
+from graphsplit.torch_ext.attributes import writes_of
 
 _PLAIN = "plain values"
 
@@ -81,3 +89,29 @@ class LeftByLoader:
         """A digest of the values that are others than before the epoch; empty if none is."""
         new = self._shared.changed()
         return hashlib.sha256("\n".join(new).encode(errors="replace")).hexdigest() if new else ""
+
+
+@contextmanager
+def read_before(planner: Planner, start: EpochStart) -> Iterator[None]:
+    """Inside, batches are read again that were trained on before a state was put back.
+
+    What a data set changed then is in that state: it is not changed a second time.
+    """
+    if not start.step:
+        yield
+        return
+    held = [t for t in planner.tensors().values() if not is_elsewhere(t)]
+    before = [(tensor, writes_of(tensor), tensor.detach().clone()) for tensor in held]
+    values, trained = planner.python_values.now(), planner.requires_grad()
+    groups = [group for optimizer in planner.task.optimizers for group in optimizer.param_groups]
+    settings = [dict(group) for group in groups]
+    with planner.writes.read_again():
+        yield
+    with torch.no_grad():
+        for tensor, version, value in before:
+            if writes_of(tensor) != version:
+                tensor.copy_(value)
+    planner.python_values.put(*values)
+    put_requires_grad(planner.trainable, trained)
+    for group, setting in zip(groups, settings, strict=True):
+        group.update(setting)

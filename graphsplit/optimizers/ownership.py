@@ -297,6 +297,9 @@ def _is_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
         return True  # ``p.data += 1`` sets what it was given
     if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
         return False
+    if isinstance(tensor, Elsewhere) and _is_of_its_own(value, tensor):
+        tensor.note_write()
+        return True
     _move(tensor, value)
     found = moved(tensor)
     if found is None or not isinstance(value, Elsewhere):
@@ -304,6 +307,24 @@ def _is_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     found.num_writes = None
     owner: int = getattr(value, _WHOSE)[1]
     return owner == found.owner
+
+
+def _is_of_its_own(value: torch.Tensor, tensor: Elsewhere) -> bool:
+    """Whether a value may become a stand-in's data: nothing else, of a Model, lies in its memory.
+
+    ``w.data = 0.9 * w.data + noise``. What is here lives where the tensor does from then on.
+    """
+    owner: int = getattr(tensor, _WHOSE)[1]
+    if isinstance(value, Elsewhere):
+        is_made = getattr(value, _VIEWED, None) is value and getattr(value, _WHOSE)[1] == owner
+        return is_made and value.true_strides() == tensor.true_strides()
+    if type(value) is not torch.Tensor or value.stride() != tensor.true_strides():
+        return False
+    if is_lending(value) or home_of(value) is not value:
+        return False
+    free(value, name=f"what was made the data of {getattr(tensor, _WHOSE)[0]}", owner=owner)
+    setattr(value, _VIEWED, getattr(tensor, _VIEWED, tensor))
+    return True
 
 
 def _computed_elsewhere(

@@ -68,7 +68,7 @@ class Planner:
     """Makes plans, and keeps the latest ones. All workers ask for the same ones in one order."""
 
     def __init__(self, task: Task, job: Job) -> None:
-        self._task = task
+        self.task = self._task = task
         self._job = job
         self._plans: OrderedDict[tuple[int, StepPart], ReadyPlan] = OrderedDict()  # by recording
         self._numbers: dict[tuple[int, StepPart], int] = {}
@@ -80,7 +80,7 @@ class Planner:
         self._progress = PlanningLines(job.rank, task)
         self.sums, self.num_kept = task.part_sums, task.num_kept
         check_trained(task)
-        self._overlapping = overlapping(self._tensors())
+        self._overlapping = overlapping(self.tensors())
         self._modified: set[str] = set()  # by any graph so far
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
@@ -89,11 +89,11 @@ class Planner:
         self.has_replicas = False  # whether several workers share what is placed outside forward
         self._swaps = swaps = Swaps(task)
         self.recordings = Recordings(
-            self._record, task, lambda: self.trainable, self._tensors, swaps
+            self._record, task, lambda: self.trainable, self.tensors, swaps
         )
         self.python_values = PythonValues(self.recordings, task)
-        hooks = ParameterHooks(self._tensors, self.known_owners, lambda: job.rank)
-        self.writes = Writes(self._tensors, job.compared_writes, hooks)
+        hooks = ParameterHooks(self.tensors, self.known_owners, lambda: job.rank)
+        self.writes = Writes(self.tensors, job.compared_writes, hooks)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
@@ -113,7 +113,7 @@ class Planner:
 
     def let_go(self) -> None:
         """Have memory for everything again, without values: all workers fix owners anew."""
-        own_all(self._tensors())
+        own_all(self.tensors())
         self.owners.clear()
         self.expected_owners = {}
         self._progress = PlanningLines(self._job.rank, self._task)
@@ -122,7 +122,7 @@ class Planner:
     def adopt(self, owners: Mapping[str, int]) -> None:
         """Take the owners that other workers have fixed, as if a plan had told them."""
         self.owners.update(owners)
-        let_steer(t for name, t in self._tensors().items() if name not in self.owners)
+        let_steer(t for name, t in self.tensors().items() if name not in self.owners)
         self._free_others()
 
     def known_owners(self) -> dict[str, int]:
@@ -131,7 +131,7 @@ class Planner:
         Of the whole network if this Model has a plan, or another worker has had one.
         """
         owners = self.owners or self.expected_owners
-        return {**owners, **self._job.owners.known(self._tensors())}
+        return {**owners, **self._job.owners.known(self.tensors())}
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -243,13 +243,13 @@ class Planner:
         if looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
         if found is None:
-            settle_moved(self._tensors(), self.known_owners(), self._job)
+            settle_moved(self.tensors(), self.known_owners(), self._job)
             self._renew()
             self._progress.begun("capturing", mode, self.recordings.why_again(mode, signature))
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
-            self._overlapping = overlapping(self._tensors())  # tensors may be buffers since
+            self._overlapping = overlapping(self.tensors())  # tensors may be buffers since
             number, plans = found.recording.number, found.recording.plans
             text = f"recording {number}\n" if plans == number else f"as {plans}\n"
             topic = f"graph of plan {self._job.following_plan_number} ({mode.value})"
@@ -258,7 +258,7 @@ class Planner:
                 self._job.next_plan_number()  # no topic comes twice
         elif found.recording.parameters is not self.trainable:
             self._renew()  # the script has put back parameters that it had before
-            self.owners.update(self._job.owners.known(self._tensors()))
+            self.owners.update(self._job.owners.known(self.tensors()))
         if self._job.recapture_every:
             self.recordings.check_again(found, self._job.recapture_every)
         return found
@@ -419,7 +419,7 @@ class Planner:
                 plan_number=number,
                 program=programs[self._job.rank],
                 depths=channel_depths(programs),
-                state=state_here(plan, self._tensors(), self._job.rank),
+                state=state_here(plan, self.tensors(), self._job.rank),
                 transport=self._job.transport,
                 updater=self.updater,
                 position=self._job.member.position,
@@ -459,12 +459,13 @@ class Planner:
     def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:
         return capture_graph(self._task, mode, signature, lift=lift)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers there are now, by name."""
         return named_state(self._task.network, self._task.loss_fn)
 
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
-        tensors = owned_state(self._tensors())
+        tensors = owned_state(self.tensors())
         owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
@@ -481,7 +482,7 @@ class Planner:
 
     def _free_others(self) -> None:
         """Give what is owned here its memory, and free what others own."""
-        tensors = owned_state(self._tensors())
+        tensors = owned_state(self.tensors())
         self._job.owners.fix(tensors, self.owners)
         residence = Residence(tensors, {**self.owners}, self._job.rank, self._job.num_workers)
         free_others(self._task, residence)

@@ -17,6 +17,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
+    Changed,
     Given,
     ModelSnapshot,
     members_of,
@@ -69,13 +70,13 @@ class ModelBefore:
 
     Attributes:
         share: The Model.
-        given: Its loss and its optimizer.
+        given: Its loss, its optimizer, and what hangs where in its network.
         states: Of every optimizer, where it was given since the call before; else None.
         settings: Of every optimizer.
         members: The parameters of every group of every optimizer.
         requires_grad: Of every parameter.
         python_values: Of every place that network and loss read.
-        changed: Tensors that the script has written to since the call before.
+        changed: Tensors that the script has written to, or made, since the call before.
         resumption: What the next ``train`` is to do first.
         was_written_to: Whether the script has written to anything, here or elsewhere.
     """
@@ -87,7 +88,7 @@ class ModelBefore:
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
     python_values: tuple[Values, Numbers]
-    changed: dict[int, torch.Tensor]
+    changed: Changed
     resumption: Resumption | None
     was_written_to: bool = False
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from graphsplit.errors import CaptureError
-from graphsplit.frames import OWN, is_users, users_line_now
+from graphsplit.frames import OWN, is_own, is_users, users_line_now
 from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.function_modes import TorchCalls
+from graphsplit.torch_ext.stand_ins import StandIn
 
 _ATTRIBUTE: Any = torch.Tensor.data
 
@@ -104,6 +106,9 @@ class _Data:
         if give is not None:
             value = give(value, tensor)
         _ATTRIBUTE.__set__(tensor, value)
+        is_script = not is_own(sys._getframe(1).f_code.co_filename)
+        if is_script and is_lending(tensor) and not isinstance(tensor, StandIn):
+            increment_version(tensor)  # torch does not count it as a write
 
     def __delete__(self, tensor: torch.Tensor) -> None:
         _ATTRIBUTE.__delete__(tensor)

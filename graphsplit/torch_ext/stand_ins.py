@@ -76,11 +76,19 @@ OF_FORM = _methods("new_empty new_full new_ones new_tensor new_zeros") | {
     getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")
 }
 # Functions of values alone: no draws, no results of other dtypes than tensors without values give.
-COMPUTING = frozenset(
-    getattr(owner, name)
-    for owner in (torch, torch.Tensor)
-    for name in ("add", "sub", "mul", "div", "matmul", "mm", "neg", "clone", "lerp", "abs", "sign")
-) | _methods("__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __neg__")
+_COMPUTING = (
+    "abs add ceil clamp clamp_max clamp_min clone div eq exp floor ge gt le lerp log lt "
+    "masked_fill matmul maximum mean minimum mm mul ne neg norm outer pow reciprocal round "
+    "rsqrt sigmoid sign sqrt square sub sum tanh tril triu where"
+)
+COMPUTING = (
+    frozenset(getattr(torch, name) for name in _COMPUTING.split())
+    | _methods(_COMPUTING)
+    | _methods(
+        "__add__ __eq__ __ge__ __gt__ __le__ __lt__ __matmul__ __mul__ __ne__ __neg__ __pow__ "
+        "__radd__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__"
+    )
+)
 _COPYING = {torch.clone, torch.Tensor.clone}
 # Functions that write to each tensor of a list, as the function does that stands beside them.
 OF_EACH = {

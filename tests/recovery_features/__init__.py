@@ -4,7 +4,24 @@ Each takes whether to place the network, builds everything anew, and returns wha
 with the plain loop.
 """
 
-from recovery_features import calls, computing, feeding, networks, optimizers, replicated
+from recovery_features import (
+    calls,
+    changed_parts,
+    computing,
+    feeding,
+    networks,
+    optimizers,
+    replicated,
+)
 from recovery_features.parts import FEATURES
 
-__all__ = ["FEATURES", "calls", "computing", "feeding", "networks", "optimizers", "replicated"]
+__all__ = [
+    "FEATURES",
+    "calls",
+    "changed_parts",
+    "computing",
+    "feeding",
+    "networks",
+    "optimizers",
+    "replicated",
+]

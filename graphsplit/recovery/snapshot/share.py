@@ -34,9 +34,11 @@ from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
 from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.recovery.snapshot.tables import Tables, are_same, tables_of
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
+Changed = Sequence[tuple[torch.Tensor, torch.Tensor]]  # tensors, with copies of their values
 _count = itertools.count()
 _LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
 
@@ -54,18 +56,20 @@ class _RestMine(Ownership):
 
 
 class Given(NamedTuple):
-    """The loss and optimizers that the script may give a Model anew.
+    """What the script may give a Model anew.
 
     Attributes:
         loss_fn: The loss.
         optimizer: The optimizer, or several.
+        tables: What hangs where in network and loss.
     """
 
     loss_fn: Any
     optimizer: Any
+    tables: Tables
 
     def is_same(self, other: Given) -> bool:
-        """Whether these are the same objects."""
+        """Whether these are the same loss and optimizers."""
         return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
 
 
@@ -83,7 +87,8 @@ class ModelSnapshot:
         was_loaded: Whether a state was loaded: by the script, or from a snapshot on disk.
         start: The share as it was when owners were fixed, before the first step; None before.
         began: When that was: Models are counted in the order in which they begin.
-        given_at: The loss and the optimizer that it had at each snapshot, by number.
+        given_at: The loss, the optimizer and the network's parts that it had at each snapshot, by
+            number.
         given_before: Those that it had after the last call.
     """
 
@@ -97,7 +102,7 @@ class ModelSnapshot:
         self.began = 0
         self.given_at: dict[int, Given] = {}
         self.given_before = self.given()
-        self._loss_fn = task.loss_fn
+        self._loss_fn, self._tables = task.loss_fn, self.given_before.tables
         self._optimizers = task.optimizers
         self._taken_away: list[torch.optim.Optimizer] = []
         self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
@@ -135,14 +140,16 @@ class ModelSnapshot:
         return self.is_settled or self.was_loaded
 
     def given(self) -> Given:
-        """The loss and the optimizer that it has now."""
-        return Given(self.task.loss_fn, self.task.optimizer)
+        """The loss, the optimizer and the network's parts that it has now."""
+        return Given(self.task.loss_fn, self.task.optimizer, tables_of(self.task))
 
     def go_on_with(self, given: Given) -> None:
-        """Let it have another loss and another optimizer, as if the script had given them."""
+        """Let it have another loss, optimizer and network, as if the script had given them."""
         if not given.is_same(self.given()):
-            self.task.loss_fn, self.task.optimizer = given
+            self.task.loss_fn, self.task.optimizer = given.loss_fn, given.optimizer
             self.engine.renew()
+        for tables in given.tables:
+            tables.put()
 
     def check_given(self) -> None:
         """Note what the script has given since the last call.
@@ -164,14 +171,14 @@ class ModelSnapshot:
             )
 
     def _follow(self) -> None:
-        """Another loss, or a tensor that code keeps now: what is known of the tensors is old."""
-        now = len(self.engine.planner.owners), num_changes()
+        """Another loss or part, or a tensor that code keeps: what is known of tensors is old."""
+        now, tables = (len(self.engine.planner.owners), num_changes()), tables_of(self.task)
         if now != self._num_known:
             self._num_known = now
             self._known, self._owned = None, []
-        if self._loss_fn is not self.task.loss_fn:
+        if self._loss_fn is not self.task.loss_fn or not are_same(self._tables, tables):
             task = self.task
-            self._loss_fn = task.loss_fn
+            self._loss_fn, self._tables = task.loss_fn, tables
             self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
             self._known, self._owned = None, []
 
@@ -418,14 +425,19 @@ class ModelSnapshot:
             self._owned = [t for t in tensors.values() if not is_elsewhere(t)]
         self._versions = tuple([writes_of(tensor) for tensor in self._owned])
 
-    def changed_by_script(self) -> dict[int, torch.Tensor]:
-        """Copies of the tensors that the script has written to since ``note_versions``."""
+    def changed_by_script(self) -> Changed:
+        """Copies of the tensors that were written to, or made, since ``note_versions``."""
         if self._versions is None:
-            return {}
-        found = {}
-        for index, (tensor, version) in enumerate(zip(self._owned, self._versions, strict=True)):
-            if writes_of(tensor) != version:
-                found[index] = tensor.detach().clone()
+            return []
+        found = [
+            (tensor, tensor.detach().clone())
+            for tensor, version in zip(self._owned, self._versions, strict=True)
+            if writes_of(tensor) != version
+        ]
+        if not are_same(self._tables, tables_of(self.task)):
+            named = named_state(self.task.network, self.task.loss_fn)
+            new = {id(t): t for t in named.values() if id(t) not in self._names}
+            found += [(t, t.detach().clone()) for t in new.values() if not is_elsewhere(t)]
         return found
 
     @property
@@ -433,11 +445,12 @@ class ModelSnapshot:
         """Whether the script has written to what lives elsewhere since ``note_versions``."""
         return Elsewhere.num_left_out != self._num_left_out
 
-    def change_again(self, changed: Mapping[int, torch.Tensor]) -> None:
-        """Write again what the script has written."""
+    def change_again(self, changed: Changed) -> None:
+        """Write again what the script has written; what was freed since lives elsewhere."""
         with torch.no_grad():
-            for index, value in changed.items():
-                self._owned[index].copy_(value)
+            for tensor, value in changed:
+                if not is_elsewhere(tensor):
+                    tensor.copy_(value)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""What hangs where in a network: its modules, parameters, buffers and hooks at one moment.
+
+A script may swap a layer, wrap it, prune it or give it another parameter between two calls. A
+worker that goes back behind that needs the network that there was: the objects, by identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.planning.task import Task, stateful_modules
+
+_TABLES = (
+    *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+    *("_forward_pre_hooks", "_forward_hooks"),  # pruning, and the older norms of weights
+)
+_KEPT = (torch.Tensor, KeptValue)  # of attributes: what such a hook leaves
+
+
+@dataclass(frozen=True)
+class ModuleTables:
+    """The tables of one module.
+
+    Attributes:
+        module: The module.
+        kind: Its class, which a parametrization changes.
+        tables: Copies of its tables, by name.
+        tensors: Its attributes that are tensors and in no table.
+    """
+
+    module: nn.Module
+    kind: type[nn.Module]
+    tables: dict[str, Any]
+    tensors: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleTables:
+        """The tables as they are now."""
+        own = vars(module)
+        return cls(
+            module,
+            type(module),
+            {name: own[name].copy() for name in _TABLES},
+            {name: value for name, value in own.items() if isinstance(value, _KEPT)},
+        )
+
+    def is_same(self, other: ModuleTables) -> bool:
+        """Whether the same objects hang in the same places."""
+        return (
+            self.module is other.module
+            and self.kind is other.kind
+            and all(map(_holds_same, self.tables.values(), other.tables.values()))
+            and _holds_same(self.tensors, other.tensors)
+        )
+
+    def put(self) -> None:
+        """Let the module have them again."""
+        own = vars(self.module)
+        self.module.__class__ = self.kind
+        for name, table in self.tables.items():
+            if not _holds_same(own[name], table):
+                own[name].clear()
+                own[name].update(table)
+        for name in [n for n, value in own.items() if isinstance(value, _KEPT)]:
+            del own[name]
+        own.update(self.tensors)
+
+
+Tables = tuple[ModuleTables, ...]
+
+
+def tables_of(task: Task) -> Tables:
+    """The tables of all modules of a network, and of a loss that is a module."""
+    modules = {m: None for root in stateful_modules(task) for m in root.modules()}
+    return tuple(map(ModuleTables.of, modules))
+
+
+def are_same(some: Tables, others: Tables) -> bool:
+    """Whether nothing was swapped, replaced, added or taken away."""
+    return len(some) == len(others) and all(map(ModuleTables.is_same, some, others))
+
+
+def _holds_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, dict):
+        return bool(one == other)
+    return list(one) == list(other) and all(map(is_, one.values(), other.values()))
