@@ -9,13 +9,14 @@ step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphsplit.capture.state.kept_names import is_kept_name
 from graphsplit.capture.state.kept_tensors import buffer_behind
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import ConfigurationError
@@ -135,14 +136,20 @@ def _is_of_own_loop(tensor: torch.Tensor) -> bool:
 
 
 def _tensors_in(given: Any) -> list[torch.Tensor]:
-    """The parameters and buffers of modules in what a function was given, and tensors there."""
+    """The parameters and buffers of modules in what a function was given, and tensors there.
+
+    What is kept for Python code comes last: a process that has just started has none of it.
+    """
     found: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(given):
         if isinstance(leaf, nn.Module):
-            found += [*leaf.parameters(), *leaf.buffers()]
+            found += leaf.parameters()
+            for name, buffer in leaf.named_buffers():
+                (kept if is_kept_name(name.rpartition(".")[2]) else found).append(buffer)
         elif isinstance(leaf, torch.Tensor):
             found.append(leaf)
-    return list({id(tensor): tensor for tensor in found}.values())
+    return list({id(tensor): tensor for tensor in (*found, *kept)}.values())
 
 
 @contextmanager
@@ -152,9 +159,7 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
     if job is None or getattr(_here, "is_inside", False) or any(map(_is_of_own_loop, tensors)):
         yield
         return
-    owned = {str(id(tensor)): tensor for tensor in tensors}
-    owners = job.owners.known(owned)
-    if not owners:
+    if not (_owners_of(job, tensors) or job.script.holds(tensors)):
         yield
         return
     if _is_reading(job):
@@ -162,27 +167,38 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
             f"{name}() of a module whose values live on several workers, by a data set: only "
             f"workers that read the data come to it\n  Fix: call it in the script or a callback."
         )
-    if job.script.gives_again:
-        raise ConfigurationError(
-            f"{name}() of a module whose values live on several workers, in a job that recovers: a "
-            f"worker that comes back could not be given them again\n"
-            f"  Fix: call it before the first step, or start the job with fail_fast."
-        )
-    pairs = [(owned[number], rank) for number, rank in owners.items()]
+    values: list[list[Any]] = job.script.collective(ModelCall(name, _values, (job, tensors)))
     _here.is_inside = True
     try:
-        with as_ordinary((tensor for tensor, _ in pairs), Elsewhere):
-            job.script.collective(ModelCall(name, _bring, (job, pairs)))
+        with as_ordinary(tensors, Elsewhere):
+            _put(tensors, values)
             yield
     finally:
         _here.is_inside = False
 
 
-def _bring(job: Job, pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
+def _owners_of(job: Job, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """The owners of those that have one, by index."""
+    found = job.owners.known({str(index): tensor for index, tensor in enumerate(tensors)})
+    return {int(index): owner for index, owner in found.items()}
+
+
+def _values(job: Job, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """The values of tensors that live on one worker, each with its index: the call's result."""
+    found = []
     with job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
-        for tensor, owner in pairs:
+        for index, owner in _owners_of(job, tensors).items():
+            tensor = tensors[index].detach()
             shape = tuple(tensor.shape)
             meta = TensorMeta(tensor.dtype, shape, contiguous_strides(shape))
-            found = job.control.broadcast(tensor.detach(), meta, source=owner)
-            if job.rank != owner:
-                tensor.data.copy_(found)
+            found.append([index, job.control.broadcast(tensor, meta, source=owner)])
+    return found
+
+
+def _put(tensors: Sequence[torch.Tensor], values: list[list[Any]]) -> None:
+    """Let tensors have their values: elsewhere, and in a process that is given them again."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        while values:
+            index, value = values.pop()
+            if index < len(tensors) and tensors[index].data_ptr() != value.data_ptr():
+                tensors[index].data.copy_(value)

@@ -6,7 +6,7 @@ workers may come back, another kind of script stands around them, and remembers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -78,6 +78,10 @@ class Script:
             return call()
         finally:
             self._calls.end()
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether calls are remembered, and a tensor is of a Model: its values are, too."""
+        return False
 
     def begin_own_loop(self) -> None:
         """A network is distributed: loops of the script's own will train it.

@@ -21,9 +21,11 @@ which nothing happened.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
+
+import torch
 
 from graphsplit.checkpoint.generators import all_generators, is_same, set_all_generators
 from graphsplit.errors import (
@@ -104,6 +106,11 @@ class RecoveringScript(Script):
         engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
         self._shares.append(share)
         self._by_engine[id(engine)] = share
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor is of a Model: a worker that comes back is given its values again."""
+        held = {id(tensor) for share in self._shares for tensor in share.tensors()}
+        return any(id(tensor) in held for tensor in tensors)
 
     def around(self, engine: Any, calls: T, *, changes_nothing: bool = False) -> T:
         """The calls of a Model, each of which may be taken back, and given again."""

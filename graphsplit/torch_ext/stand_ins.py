@@ -79,7 +79,7 @@ OF_FORM = _methods("new_empty new_full new_ones new_tensor new_zeros") | {
 _COMPUTING = (
     "abs add ceil clamp clamp_max clamp_min clone div eq exp floor ge gt le lerp log lt "
     "masked_fill matmul maximum mean minimum mm mul ne neg norm outer pow reciprocal round "
-    "rsqrt sigmoid sign sqrt square sub sum tanh tril triu where"
+    "rsqrt sigmoid sign sqrt square sub tanh tril triu where"
 )
 COMPUTING = (
     frozenset(getattr(torch, name) for name in _COMPUTING.split())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from alone_helpers import assert_as_alone
 from plain_model import PlainModel
 from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -176,15 +177,35 @@ def test_a_copy_after_the_first_step_is_whole_on_every_worker() -> None:
     compare(run)
 
 
-def test_in_a_job_that_recovers_it_is_refused_by_name() -> None:
-    def run(rank: int) -> None:
-        net = Net()
-        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
-        model.train_step(*BATCHES[0])
-        prune.l1_unstructured(net.second, "weight", amount=0.4)
+def averaged(make: Any) -> Any:
+    """A teacher that is copied, an average, and a layer swapped for its copy."""
+    torch.manual_seed(0)
+    net = Net()
+    model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+    found = [model.train_step(*BATCHES[0]).clone()]
+    teacher, average = copy.deepcopy(net), AveragedModel(net)
+    for batch in BATCHES[1:]:
+        average.update_parameters(net)
+        found.append(model.train_step(*batch).clone())
+    net.second = copy.deepcopy(net.second)
+    model.optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    found += [model.train_step(*BATCHES[0]).clone(), teacher(INPUTS[0]).detach()]
+    return copy.deepcopy([found, model.state_dict(), teacher.state_dict(), average.state_dict()])
 
-    with pytest.raises(ConfigurationError, match=r"l1_unstructured\(\).*recovers"):
-        ThreadCluster(run, 2, SnapshotSettings(1, 100)).run()
+
+@pytest.mark.parametrize("at", [14, 22])
+@pytest.mark.parametrize("case", ["smallest", "pruned twice", "weight norm", ""])
+def test_a_worker_that_comes_back_is_given_the_values_again(case: str, at: int) -> None:
+    def run(make: Any) -> Any:
+        return train(case, make, 1) if case else averaged(make)
+
+    before = torch.default_generator.get_state()
+    expected = run(PlainModel)
+    torch.default_generator.set_state(before)
+    cluster = ThreadCluster(lambda rank: run(gs.Model), 2, SnapshotSettings(every=2), {1: [at]})
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == 1
 
 
 def test_a_data_set_that_prunes_is_refused_by_name() -> None:

@@ -139,17 +139,22 @@ class ModelSnapshot:
         """Whether a snapshot must hold it: a Model that was never used is as it was built."""
         return self.is_settled or self.was_loaded
 
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All parameters and buffers there are now."""
+        return named_state(self.task.network, self.task.loss_fn).values()
+
     def given(self) -> Given:
         """The loss, the optimizer and the network's parts that it has now."""
         return Given(self.task.loss_fn, self.task.optimizer, tables_of(self.task))
 
     def go_on_with(self, given: Given) -> None:
         """Let it have another loss, optimizer and network, as if the script had given them."""
-        if not given.is_same(self.given()):
-            self.task.loss_fn, self.task.optimizer = given.loss_fn, given.optimizer
-            self.engine.renew()
+        before = self.given()
         for tables in given.tables:
             tables.put()
+        if not given.is_same(before):
+            self.task.loss_fn, self.task.optimizer = given.loss_fn, given.optimizer
+            self.engine.renew()
 
     def check_given(self) -> None:
         """Note what the script has given since the last call.
