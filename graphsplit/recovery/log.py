@@ -18,12 +18,12 @@ from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
     Changed,
-    Given,
     ModelSnapshot,
     members_of,
     put_settings,
     settings_of,
 )
+from graphsplit.recovery.snapshot.tables import Given
 from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.private import pytree
 from graphsplit.train.epochs import put_callbacks_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.recovery.snapshot.tables import Tables, are_same, tables_of
+from graphsplit.recovery.snapshot.tables import Given, are_same, tables_of
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
@@ -53,24 +53,6 @@ class _RestMine(Ownership):
     def saver(self, tensor: torch.Tensor) -> int:
         """This worker, if no other is known to own it."""
         return self._owners.get(id(tensor), self._rank)
-
-
-class Given(NamedTuple):
-    """What the script may give a Model anew.
-
-    Attributes:
-        loss_fn: The loss.
-        optimizer: The optimizer, or several.
-        tables: What hangs where in network and loss.
-    """
-
-    loss_fn: Any
-    optimizer: Any
-    tables: Tables
-
-    def is_same(self, other: Given) -> bool:
-        """Whether these are the same loss and optimizers."""
-        return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
 
 
 class ModelSnapshot:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -90,3 +90,21 @@ def _holds_same(one: Any, other: Any) -> bool:
     if not isinstance(one, dict):
         return bool(one == other)
     return list(one) == list(other) and all(map(is_, one.values(), other.values()))
+
+
+class Given(NamedTuple):
+    """What the script may give a Model anew.
+
+    Attributes:
+        loss_fn: The loss.
+        optimizer: The optimizer, or several.
+        tables: What hangs where in network and loss.
+    """
+
+    loss_fn: Any
+    optimizer: Any
+    tables: Tables
+
+    def is_same(self, other: Given) -> bool:
+        """Whether these are the same loss and optimizers."""
+        return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
