@@ -1,4 +1,4 @@
-"""What hangs where in a network: its modules, parameters, buffers and hooks at one moment.
+"""The parts of a network at one moment: modules, parameters, buffers and hooks, by their places.
 
 A script may swap a layer, wrap it, prune it or give it another parameter between two calls. A
 worker that goes back behind that needs the network that there was: the objects, by identity.
@@ -93,7 +93,7 @@ def _holds_same(one: Any, other: Any) -> bool:
 
 
 class Given(NamedTuple):
-    """What the script may give a Model anew.
+    """The things that the script may give a Model anew.
 
     Attributes:
         loss_fn: The loss.
