@@ -495,7 +495,9 @@ class _Captures:
     def __init__(self) -> None:
         self._graphs: dict[Any, Any] = {}
 
-    def graph(self, task: Any, mode: Any, signature: Any, *, lift: Any = ()) -> Any:
+    def graph(
+        self, task: Any, mode: Any, signature: Any, *, lift: Any = (), answers: Any = None
+    ) -> Any:
         parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
         modes = tuple(m.training for m in task.network.modules())
         marks = [str(vars(m).get("_graphsplit_placement")) for m in task.network.modules()]
@@ -508,7 +510,9 @@ class _Captures:
             moved = moved_to(self._graphs[key], task)
             if moved.state.guards.hold():
                 return moved
-        graph = _capture_graph(task, mode, signature, lift=lift)
+        graph = _capture_graph(task, mode, signature, lift=lift, answers=answers)
+        if graph.asks or answers:  # of one worker alone: each has its answers
+            return graph
         if not lift and not keeps_tensors(graph.state.changes):  # of its network alone
             self._graphs[key] = graph
         return graph

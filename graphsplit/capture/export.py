@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from graphsplit.capture.operations.regions import (
     mark_regions,
 )
 from graphsplit.capture.own_errors import OwnError, own_error
+from graphsplit.capture.python.answers import Answers
 from graphsplit.capture.python.guards import StateWatch
 from graphsplit.capture.python.outside_reads import OutsideReads
 from graphsplit.capture.python.trained_marks import marked_as_left
@@ -98,11 +99,13 @@ class _Step(nn.Module):
             as_in_eager_mode(),
             blocks,
             DataIsDetached(),
+            self._watch.asking as asking,
             answering as questions,
             self._watch.watching(buffers),
             OutsideReads(),
         ):
-            found = self._run(self.network, self.loss_fn, *args, **kwargs)
+            run = partial(self._run, self.network, self.loss_fn)
+            found = asking.run(lambda: run(*args, **kwargs))
         leaves, structure = take_apart(found)
         self._note((questions, structure))
         return buffers.copy_in(leaves)
@@ -123,6 +126,7 @@ class CaptureRequest:
         kwargs: Example keyword inputs.
         dynamic_dims: Dimensions of the inputs that may change, with the largest size of each.
         lift: Places whose numbers are operands of the graph, not constants in it.
+        answers: What tensors were found to hold, for code that asks them; None: it may not.
     """
 
     network: nn.Module
@@ -134,6 +138,7 @@ class CaptureRequest:
     kwargs: Mapping[str, Any]
     dynamic_dims: Mapping[int, int] = field(default_factory=dict)
     lift: tuple[Place, ...] = ()
+    answers: Answers | None = None
 
 
 @as_kernels_accept()
@@ -147,12 +152,23 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
     found: list[_Found] = []
-    watch = StateWatch(request.lift)
+    watch = StateWatch(request.lift, request.answers)
     step = _Step(request, found.append, watch)
     with _only_recording(request):
         recorded = record_program(step, request.network, _how_to_export(step, request, watch))
+    if watch.asking.unanswered is not None:
+        request, recorded = _ending_in_a_question(request, recorded)
     with marked_as_left(recorded.state.changes):
         return _graph_of(request, recorded, step, *found[-1])
+
+
+def _ending_in_a_question(
+    request: CaptureRequest, recorded: Recorded
+) -> tuple[CaptureRequest, Recorded]:
+    """A recording as a call that leaves nothing behind: its output is the value asked for."""
+    mode = Mode.CALL if request.mode.records_gradients else Mode.LOOK
+    state = replace(recorded.state, changes=())
+    return replace(request, mode=mode, loss=None), replace(recorded, state=state)
 
 
 def _graph_of(
@@ -194,6 +210,7 @@ def _graph_of(
         sizes=sizes,
         state=recorded.state,
         buffers=recorded.buffers,
+        num_answered=recorded.num_answered,
     )
 
 

@@ -35,7 +35,7 @@ _PACKING = r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' fa
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
-        r"|DataDependentOutput|DynamicOutputShape|NestedTensor",
+        r"|passed to Sym(Float|Int)|DataDependentOutput|DynamicOutputShape|NestedTensor",
         _VALUES,
         "replace the Python branch by torch.where, or compute the condition from shapes or "
         f"arguments, or {_OPAQUE}",

@@ -182,6 +182,7 @@ class CapturedGraph:
         state: The Python values that it depends on, and what it leaves of them.
         buffers: Attributes whose tensors forward changes, and that are buffers since the capture.
         buffer_updates: Updates of buffers that were taken out of it, where there are replicas.
+        num_answered: Where it ends in a question, how many were answered before; else None.
     """
 
     mode: Mode
@@ -197,6 +198,12 @@ class CapturedGraph:
     state: PythonState = NO_STATE
     buffers: tuple[Key, ...] = ()
     buffer_updates: tuple[BufferUpdate, ...] = ()
+    num_answered: int | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether it gives values that the code asks for, without which it cannot go on."""
+        return self.num_answered is not None
 
     @property
     def changes(self) -> tuple[Change, ...]:

@@ -22,7 +22,7 @@ from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
-from graphsplit.capture.opaque.marks import marked_ones_whole
+from graphsplit.capture.opaque.marks import marked_ones_whole, refuse_placements_inside
 from graphsplit.capture.opaque.padded_layers import padded_layers_whole
 from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.capture.operations.opaque_call import OpaqueCall, put_in_place
@@ -67,11 +67,13 @@ class Recorded:
         program: What ``torch.export`` made of it.
         state: The Python values that it depends on, and what it leaves of them.
         buffers: Attributes whose tensors forward changes; they have become buffers.
+        num_answered: Where it ends in a question, how many were answered before; else None.
     """
 
     program: ExportedProgram
     state: PythonState
     buffers: tuple[Key, ...] = ()
+    num_answered: int | None = None
 
 
 def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recorded:
@@ -88,12 +90,21 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
     try:
         return _record_whole(root, network, export)
     except CaptureError as refused:
-        if isinstance(refused, NotLiftedError) or not _finds_steering(root, export):
+        if isinstance(refused, NotLiftedError):
             raise
+        if _finds_steering(root, export):
+            try:
+                return _record_whole(root, network, export)
+            except CaptureError as error:
+                raise refused from error
+        if not export.watch.may_ask or export.watch.has_unfollowed:
+            raise
+        asking = export.watch.answers.asking
+        num_asking = len(asking)
         try:
-            return _record_whole(root, network, export)
+            return _record_whole(root, network, export, lets_ask=True)
         except CaptureError as error:
-            raise refused from error
+            raise (error if len(asking) > num_asking else refused) from None
 
 
 def _finds_steering(root: nn.Module, export: Export) -> bool:
@@ -104,8 +115,18 @@ def _finds_steering(root: nn.Module, export: Export) -> bool:
     return export.watch.let_steer()
 
 
-def _record_whole(root: nn.Module, network: nn.Module, export: Export) -> Recorded:
-    """Record a step, with the modules kept whole that cannot be taken apart."""
+def _record_whole(
+    root: nn.Module, network: nn.Module, export: Export, *, lets_ask: bool = False
+) -> Recorded:
+    """Record a step, with the modules kept whole that cannot be taken apart.
+
+    Args:
+        root: What is exported.
+        network: The user's network.
+        export: How to record it.
+        lets_ask: Whether code that cannot be kept whole may ask tensors for their values.
+    """
+    asking = export.watch.answers.asking
     whole: list[nn.Module] = []
     buffers: list[Key] = []
     kept: frozenset[Any] = frozenset()
@@ -122,6 +143,11 @@ def _record_whole(root: nn.Module, network: nn.Module, export: Export) -> Record
             kept |= found.subjects
             keep(root, found)
         except _CannotBeTakenApartError as found:
+            module = found.module
+            is_new = lets_ask and module not in (root, *asking)
+            if module is not None and is_new and _is_in_parts(module, network):
+                asking.add(module)
+                continue
             refused = refused or found.refusal
             if found.module is None or found.module in (root, *_never_whole(network), *whole):
                 raise refused from None
@@ -140,6 +166,15 @@ def _never_whole(network: nn.Module) -> tuple[nn.Module, ...]:
     That of torch's own classes cannot: an encoder may be all of a network.
     """
     return () if type(network).__module__.startswith("torch.nn.") else (network,)
+
+
+def _is_in_parts(module: nn.Module, network: nn.Module) -> bool:
+    """Whether a module cannot be one operation: there are others to place in it."""
+    try:
+        refuse_placements_inside("", module, "")
+    except CaptureError:
+        return True
+    return module in _never_whole(network)
 
 
 class _CannotBeTakenApartError(Exception):
@@ -189,7 +224,9 @@ def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Re
         raise _ChangesTensorsError(keys)
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
-    return Recorded(program, export.watch.state(recorder.modules.values()))
+    asks, answers = export.watch.asking.unanswered is not None, export.watch.answers
+    state = export.watch.state(recorder.modules.values())
+    return Recorded(program, state, num_answered=len(answers) if asks else None)
 
 
 def _remove_failed(graph_module: GraphModule) -> None:

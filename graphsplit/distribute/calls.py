@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,11 @@ from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.left_by_steps import share_written
 from graphsplit.planning.ready_plan import ReadyPlan
+from graphsplit.planning.step_plan import StepPhase
 from graphsplit.planning.task import named_state
 from graphsplit.runtime.step_state import StepState
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pop_mode
+from graphsplit.train.asking import answered
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.outputs import unflatten_outputs
 
@@ -44,8 +46,11 @@ class NetworkCalls(ClusterEngine):
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         (phase,) = planned.phases(division)
-        plan = phase.planned
-        with DisableTorchFunctionSubclass():
+        known: AbstractContextManager[StepPhase] = nullcontext(phase)
+        if phase.planned.asks:
+            known = answered(phase, division, step, self.planner, self._job, self.progress)
+        with DisableTorchFunctionSubclass(), known as phase:
+            plan = phase.planned
             state = plan.runner.run_forward(step, phase.inputs, plan.numbers)
             if plan.written_inputs:
                 share_written(self._job.control, plan, phase.inputs[0], self._job.ranks)

@@ -11,6 +11,7 @@ from typing import Any
 from graphsplit.batches import step_functions
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.capture.python.answers import Answers
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation, check_blocks
@@ -73,7 +74,12 @@ from graphsplit.torch_ext.stand_ins import as_ordinary
 
 
 def capture_graph(
-    task: Task, mode: Mode, signature: Signature, *, lift: tuple[Place, ...] = ()
+    task: Task,
+    mode: Mode,
+    signature: Signature,
+    *,
+    lift: tuple[Place, ...] = (),
+    answers: Answers | None = None,
 ) -> CapturedGraph:
     """Capture the step of a mode, for arguments of a signature, in the modes that modules have.
 
@@ -82,6 +88,7 @@ def capture_graph(
         mode: Train, eval or predict.
         signature: Of the arguments.
         lift: Places whose numbers are operands of the graph.
+        answers: What tensors were found to hold, for code that asks them.
     """
     from graphsplit.capture.export import CaptureRequest, capture  # with torch's compiler
 
@@ -102,7 +109,8 @@ def capture_graph(
         run = step_functions.casting_to(task.autocast, run)
         return capture(
             CaptureRequest(
-                task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims, lift
+                *(task.network, task.loss_fn, run, mode, loss, args, kwargs),
+                *(task.dynamic_dims, lift, answers),
             )
         )
 
@@ -318,6 +326,6 @@ def consumers_of(plan: PartitionPlan, *, are_all: bool = False) -> tuple[int, ..
             found[segment.worker] = None
     if plan.placed.graph.mode is Mode.EVAL or not found:
         found[plan.home] = None
-    if are_all:
+    if are_all or plan.placed.graph.asks:  # who reads the rest depends on the answer
         found.update(dict.fromkeys(range(plan.num_workers)))
     return tuple(found)

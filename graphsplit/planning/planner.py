@@ -12,6 +12,7 @@ import torch
 
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.python.answers import Answers
 from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
@@ -88,9 +89,9 @@ class Planner:
         self._max_plans = _MAX_PLANS
         self.has_replicas = False  # whether several workers share what is placed outside forward
         self._swaps = swaps = Swaps(task)
-        self.recordings = Recordings(
-            self._record, task, lambda: self.trainable, self.tensors, swaps
-        )
+        self.answers = Answers()
+        state = (lambda: self.trainable, self.tensors)
+        self.recordings = Recordings(self._record, task, *state, swaps, self.answers.holds)
         self.python_values = PythonValues(self.recordings, task)
         hooks = ParameterHooks(self.tensors, self.known_owners, lambda: job.rank)
         self.writes = Writes(self.tensors, job.compared_writes, hooks)
@@ -292,11 +293,11 @@ class Planner:
         """
         if self._due:
             self._lower_again(note)
-        recording = found.recording
-        key = (recording.plans, part)
+        recording, asks = found.recording, found.recording.graph.num_answered is not None
+        key = (recording.plans, WHOLE_STEP if asks else part)
         planned = self._plans.get(key)
         if planned is None:
-            planned = self._plans[key] = self._make(found, part, note)
+            planned = self._plans[key] = self._make(found, key[1], note)
             self._numbers[key] = planned.runner.plan_number
             if len(self._plans) > self._max_plans:
                 oldest, _ = self._plans.popitem(last=False)
@@ -307,7 +308,8 @@ class Planner:
                 self._free_others()
         for change in recording.graph.state.changes:
             change.leave(found.lifted)
-        return replace(planned, numbers=found.numbers) if found.numbers else planned
+        is_own = found.numbers or asks
+        return replace(planned, numbers=found.numbers, part=part, asks=asks) if is_own else planned
 
     def known_plan(self, found: Match) -> ReadyPlan | None:
         """The plan for a recorded step as a whole, if there is one."""
@@ -366,7 +368,7 @@ class Planner:
         self._progress.planned(plan)
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
         is_measured = is_measured and part.exchange is not Exchange.ALONE
-        return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
+        return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part, mode=mode)
 
     @property
     def lowers_again(self) -> bool:
@@ -457,7 +459,7 @@ class Planner:
             return self._record(mode, signature, ()) if found is None else found.recording.graph
 
     def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:
-        return capture_graph(self._task, mode, signature, lift=lift)
+        return capture_graph(self._task, mode, signature, lift=lift, answers=self.answers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers there are now, by name."""

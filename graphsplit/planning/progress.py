@@ -11,6 +11,8 @@ from torch import nn
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.frames import warn_users
+from graphsplit.guards.check import Failure
+from graphsplit.guards.values import shown
 from graphsplit.logs import say
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.passes import is_placed
@@ -140,3 +142,22 @@ def _changing_dimensions(seen: Sequence[Signature]) -> dict[int, int]:
             if len(set(sizes)) > 1:
                 found[dimension] = max(*sizes, found.get(dimension, 0))
     return dict(sorted(found.items()))
+
+
+def warn_of_captures(failure: Failure, count: int, seconds: float, *, is_answer: bool) -> None:
+    """Warn of a place for which a step is captured again and again."""
+    place = failure.place
+    fix = (
+        "compute with the tensor itself; or put the lines around this one into a module with "
+        "nothing placed inside, which is kept whole."
+        if is_answer
+        else f"keep it in a tensor (register_buffer) that is changed in place; or say that it "
+        f"does not matter, with gs.ignore(holder, {str(place.key)!r})."
+    )
+    warn_users(
+        f"network or loss reads {place.label}, which was {shown(failure.old)} and is "
+        f"{shown(failure.new)}: capture {count} for it; each value takes one of its own, this one "
+        f"took {seconds:.2f} s\n"
+        f"  {place.source}\n"
+        f"  Fix: {fix}"
+    )

@@ -31,6 +31,8 @@ class ReadyPlan:
         left_by_calls: Python state that calls kept whole were seen to change, by their worker.
         wants_costs: Whether it would be lowered otherwise if costs were measured.
         part: Which part of a step it runs.
+        mode: What it was recorded for: train, eval or predict.
+        asks: Whether it gives a value that the step depends on, and is no step itself.
     """
 
     plan: PartitionPlan
@@ -43,6 +45,15 @@ class ReadyPlan:
     left_by_calls: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
     wants_costs: bool = False
     part: StepPart = WHOLE_STEP
+    mode: Mode = Mode.TRAIN
+    asks: bool = False
+
+    @property
+    def home_of_answer(self) -> int:
+        """The worker that has the values that it gives."""
+        (output,) = self.plan.placed.graph.outputs
+        assert output.node is not None
+        return self.plan.placed.workers[output.node]
 
     @cached_property
     def no_inputs(self) -> tuple[None, ...]:
@@ -56,8 +67,11 @@ class ReadyPlan:
         plan, microbatches = self.plan, range(self.part.num_microbatches)
         nodes = plan.placed.graph.nodes
         outputs = {output.node for output in plan.placed.graph.outputs} - {None}
-        if any(nodes[output].kind is NodeKind.INPUT for output in outputs if output is not None):
-            return (tuple(microbatches),) * plan.num_workers  # every worker hands them out
+        is_handed_out = any(
+            nodes[output].kind is NodeKind.INPUT for output in outputs if output is not None
+        )
+        if is_handed_out or self.asks:  # every worker hands them out, or may need them
+            return (tuple(microbatches),) * plan.num_workers
         found: list[set[int]] = [set() for _ in range(plan.num_workers)]
         for segment, io in zip(plan.segments, plan.io, strict=True):
             values = {*io.values, *(plan.contributions[leaf].value for leaf in io.leaves)}

@@ -29,12 +29,12 @@ from graphsplit.capture.canonical import TensorsOfNumbers, canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
-from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure, Written, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, is_scalar, number_of, same, shown
+from graphsplit.guards.values import MISSING, is_scalar, number_of, same
 from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.announced import Swaps
+from graphsplit.planning.progress import warn_of_captures
 from graphsplit.planning.task import Task
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -135,6 +135,7 @@ class Recordings:
         trainable: Gives the parameters of network and loss, since the last recording that was used.
         tensors: Gives all parameters and buffers by name.
         swaps: The loss and the optimizer that the Model was given since the last step.
+        is_answer: Whether a place has the answer to what code asks of a tensor.
     """
 
     def __init__(
@@ -144,8 +145,9 @@ class Recordings:
         trainable: Callable[[], tuple[nn.Parameter, ...]],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         swaps: Swaps,
+        is_answer: Callable[[Place], bool],
     ) -> None:
-        self._record = record
+        self._record, self._is_answer = record, is_answer
         self._task = task
         self._trainable = trainable
         self._tensors = tensors
@@ -361,7 +363,8 @@ class Recordings:
 
     def _before(self, mode: Mode, signature: Signature, graph: CapturedGraph) -> Recording | None:
         """The recording of such a step that was used last; one that is like a graph, if any is."""
-        found = list(filter(self._fits, self._of_step(mode, signature)))
+        steps = filter(self._fits, self._of_step(mode, signature))
+        found = [r for r in steps if r.graph.num_answered == graph.num_answered]
         alike = (recording for recording in found if _are_alike(recording.graph, graph))
         return next(alike, found[0] if found else None)
 
@@ -405,7 +408,9 @@ class Recordings:
             self._num_changes[key] += 1
             count = self._num_changes[key]
             if count > 1 and count & (count - 1) == 0:
-                _warn(failure, count + 1, seconds)
+                warn_of_captures(
+                    failure, count + 1, seconds, is_answer=self._is_answer(failure.place)
+                )
 
     def _twin_of(self, recording: Recording) -> int:
         """Whose plans it can use: those of an earlier recording with the same graph."""
@@ -432,12 +437,13 @@ class Recordings:
         for recording in reversed(self._latest):
             state, loss_fn = recording.graph.state, recording.loss_fn
             for watched in state.guards.watched:
-                if not watched.is_structure:
+                if not watched.is_structure and not self._is_answer(watched.place):
                     is_whole = watched.contents is MISSING
                     first = watched.value if is_whole else watched.contents
                     yield watched.place, first, loss_fn, is_whole
             for place in state.guards.lifted:
-                yield place, place.read(), loss_fn, True
+                if not self._is_answer(place):
+                    yield place, place.read(), loss_fn, True
             for change in state.changes:
                 # Snapshots keep the marks of all parameters, and the forms of all buffers.
                 if change.place.kind not in (PlaceKind.MARK, PlaceKind.BUFFER):
@@ -485,15 +491,3 @@ def _gives(
     one = canonical_lines(lifted, values, batch)
     other = canonical_lines(graph, its_values, batch)
     return [line for line, _ in one] == [line for line, _ in other]
-
-
-def _warn(failure: Failure, count: int, seconds: float) -> None:
-    place = failure.place
-    warn_users(
-        f"network or loss reads {place.label}, which was {shown(failure.old)} and is "
-        f"{shown(failure.new)}: capture {count} for it; each value takes one of its own, this one "
-        f"took {seconds:.2f} s\n"
-        f"  {place.source}\n"
-        f"  Fix: keep it in a tensor (register_buffer) that is changed in place; or say that it "
-        f"does not matter, with gs.ignore(holder, {str(place.key)!r})."
-    )

@@ -10,7 +10,7 @@ Replicas share the microbatches of each plan among all of them, for a plan waits
 but where parts of gradients are kept for each microbatch, it runs where it would in any batch.
 
 A microbatch that leaves Python values with which the next one may have another graph runs by
-itself, too.
+itself, too; and one whose code asks tensors for their values.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.batches.signature import Signature, leaves
-from graphsplit.capture.graph import Mode
-from graphsplit.errors import ConfigurationError
+from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.errors import ConfigurationError, PlacementError
 from graphsplit.partition.plan import Exchange
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
@@ -195,7 +195,7 @@ def _inputs(
     if division is None:
         return [plan.no_inputs] * size
     # A microbatch whose rows were not read has no arguments.
-    if plan.plan.placed.graph.mode is not Mode.TRAIN or not division.weights:
+    if plan.plan.placed.graph.mode not in (Mode.TRAIN, Mode.CALL) or not division.weights:
         return [leaves(batch) or plan.no_inputs for batch in division.microbatches]
     return [own_views(microbatch) or plan.no_inputs for microbatch in division.microbatches[part]]
 
@@ -230,6 +230,8 @@ def plan_step(
         signature, count = shape.parts[0] if shape.parts else (shape.whole, 1)
         part = StepPart(count, first=opens, last=closes)
         found = planner.recording_for(mode, signature, note=note)
+        if found.recording.graph.num_answered is not None:
+            refuse_asking_replicas(planner, found.recording.graph)
         return PlannedStep((planner.plan_for(found, part, note=note),), (count,))
     return _plan_microbatches(planner, shape, note, opens=opens, closes=closes)
 
@@ -251,15 +253,21 @@ def _plan_microbatches(
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[Sequence[torch.Tensor], tuple[bool, ...]]] = []
+    asks = False
     waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     if num_kept:
         num_parts = _all_parts(num_parts, num_kept)
     while waiting:
         (signature, count), *later = waiting
-        found = planner.recording_for(mode, signature, note=note)
-        if count > 1 and found.recording.graph.is_other_after:
+        if not asks:  # what a microbatch leaves is known once it has its answers
+            found = planner.recording_for(mode, signature, note=note)
+        graph = found.recording.graph
+        asks |= graph.num_answered is not None
+        if asks:
+            refuse_asking_replicas(planner, graph, asks=True)
+        if count > 1 and (graph.is_other_after or asks):
             later, count = [(signature, count - 1), *later], 1
-        has_replicas = planner.has_replicas or found.recording.graph.has_replicas
+        has_replicas = planner.has_replicas or graph.has_replicas
         when = _when_exchanged(num_kept, ends=closes and count == num_parts)
         is_last = not later and when is not Exchange.LATER
         part = StepPart(
@@ -286,6 +294,29 @@ def _plan_microbatches(
     is_one = len({flags for _, flags in trained}) == 1
     marks = [] if is_one else marks
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
+
+
+def refuse_asking_replicas(planner: Planner, graph: CapturedGraph, *, asks: bool = False) -> None:
+    """Refuse replicas of a network whose code asks tensors for their values.
+
+    Args:
+        planner: Plans the step.
+        graph: What was recorded of it.
+        asks: Whether the code is known to ask; else the graph tells.
+
+    Raises:
+        PlacementError: Names the line that asks, if that is known.
+    """
+    has_replicas = planner.has_replicas or graph.has_replicas or planner.num_kept > 0
+    if has_replicas and (asks or graph.asks):
+        node = graph.outputs[0].node
+        line = f"  {graph.nodes[node].source}\n" if graph.asks and node is not None else ""
+        raise PlacementError(
+            f"forward asks a tensor for its value, and there are replicas, or gradients that are "
+            f"kept by microbatch (accumulate_by)\n{line}"
+            f"  Fix: put the lines around it into a module with nothing placed inside, which is "
+            f"kept whole; or compute with the tensor itself (torch.where)."
+        )
 
 
 def _when_exchanged(num_kept: int, *, ends: bool) -> Exchange:

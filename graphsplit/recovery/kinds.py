@@ -15,6 +15,7 @@ from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Position
 from graphsplit.checkpoint.states import Loaded, Stateful, states_of
+from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.modes import ensure_training
 from graphsplit.planning.python_values import can_be_written
@@ -132,6 +133,12 @@ class _Predict(CallKind):
         if "plain" in found:
             return found["plain"]
         graph = share.engine.planner.graph_of(Mode.PREDICT, Signature.of(call.arguments))
+        if graph.asks:
+            raise ConfigurationError(
+                "predict cannot give again what it returned: its structure depends on what "
+                "forward asks tensors for\n"
+                "  Fix: return tensors in plain tuples, lists and dictionaries."
+            )
         return graph.output_spec.rebuild(found["leaves"])
 
     def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:

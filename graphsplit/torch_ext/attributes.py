@@ -7,6 +7,7 @@ reads a name inside torch's own modules stands in :mod:`graphsplit.torch_ext.pri
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -76,6 +77,17 @@ GROWTH = "_growth_tracker"  # in a scaler's state: steps since its scale last ch
 def is_module_call(frame: FrameType) -> bool:
     """Whether a frame is the call of a module: its ``self`` is the module."""
     return frame.f_code is nn.Module._call_impl.__code__
+
+
+def module_now() -> nn.Module | None:
+    """The innermost module whose call is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_module_call(frame):
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None
 
 
 def is_of_user(name: str) -> bool:

@@ -19,6 +19,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.errors import PlacementError
 from graphsplit.feeding.groups import Groups, refuse_change
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.left_by_steps import note_left, share_left, share_sizes, share_written
@@ -26,6 +27,7 @@ from graphsplit.feeding.sent_batches import targets_home
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import as_in, evaluating
 from graphsplit.planning.planner import Planner
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import (
     Outlook,
     PlannedStep,
@@ -37,6 +39,7 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.train.asking import answered
 from graphsplit.train.cluster_state import ClusterState
 from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import NOTHING, Beside, unflatten_outputs
@@ -173,8 +176,12 @@ class ClusterEngine(ClusterState):
         feed = self._leading.feed(Mode.EVAL, loader, FROM_THE_START, one_by_one=one_by_one)
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
-                home, num_steps = planned.first.plan.home, num_steps + 1
-                ((_, values),) = self._timed(planned, division, feed.holders(planned), meanwhile)
+                ran = self._timed(planned, division, feed.holders(planned), meanwhile)
+                ((phase, values),) = ran
+                before, home = home, phase.planned.plan.home
+                if num_steps and planned.first.asks and home != before:
+                    raise _other_home(before, home)
+                num_steps += 1
                 senders = feed.target_senders(planned) if metrics else ()
                 has_loss_fn = self._task.loss_fn is not None
                 batches = targets_home(
@@ -182,13 +189,13 @@ class ClusterEngine(ClusterState):
                     has_loss_fn=has_loss_fn,
                 )
                 if self._job.rank == home:
-                    self._show(planned, feed.look, batches, values, metrics)
+                    self._show(phase.planned, feed.look, batches, values, metrics)
         need_batches(num_steps)
         return self._share_metrics(metrics, home)
 
     def _show(
         self,
-        planned: PlannedStep,
+        planned: ReadyPlan,
         signature: Signature,
         batches: Sequence[Arguments],
         values: Sequence[Values],
@@ -217,9 +224,9 @@ class ClusterEngine(ClusterState):
     def _predict(self, division: Division) -> list[Any]:
         with evaluating(self._task.network):
             planned = self._leading.given(Mode.PREDICT, division, self._step)
-            ((_, values),) = self._timed(planned, division, self._job.ranks, None)
+            ((phase, values),) = self._timed(planned, division, self._job.ranks, None)
         pairs = zip(division.microbatches, values, strict=True)
-        return [_outputs(planned, batch, of_batch) for batch, of_batch in pairs]
+        return [_outputs(phase.planned, batch, of_batch) for batch, of_batch in pairs]
 
     def _outlook(self, mode: Mode, signature: Signature) -> Outlook:
         with as_in(mode, self._task.network):
@@ -229,7 +236,7 @@ class ClusterEngine(ClusterState):
         meter, phases = self._job.meter, self._run(planned, *batch)
         if meter is None:
             return phases
-        return meter.timed(planned.first.plan.placed.graph.mode.value, phases)
+        return meter.timed(planned.first.mode.value, phases)
 
     def _run(
         self,
@@ -253,33 +260,37 @@ class ClusterEngine(ClusterState):
         for phase in planned.phases(division):
             if phase.mark is not None:
                 phase.mark()
-            plan, profiler = phase.planned, self.profiler
-            mode = plan.plan.placed.graph.mode
-            is_watched = plan.wants_costs or (profiler.is_on and mode is Mode.TRAIN)
-            if is_watched:
-                profiler.begin(plan, step)
-            before = note_left(plan, self._job.rank) if plan.left_by_calls else []
-            with nullcontext() if self.witness is None else self.witness.watch(plan.runner):
-                state = plan.runner.run(
-                    step,
-                    phase.inputs,
-                    numbers=plan.numbers,
-                    microbatches=phase.microbatches(self.progress) if phase.weights else None,
-                    meanwhile=meanwhile,
-                )
-            if is_watched:
-                profiler.end(plan)
-            meanwhile = None
-            if plan.left_by_calls:
-                share_left(self._job.control, plan, before)
-            if plan.written_inputs and division is not None:
-                for inputs in phase.inputs:
-                    share_written(self._job.control, plan, inputs, holders)
-            if plan.runner not in self._have_run:
-                self._have_run.add(plan.runner)
-                tensors = named_state(self._task.network, self._task.loss_fn)
-                if share_sizes(self._job.control, plan.plan, tensors):
-                    self.planner.recordings.forget_sizes()
+            known: AbstractContextManager[StepPhase] = nullcontext(phase)
+            if phase.planned.asks:
+                known = answered(phase, division, step, self.planner, self._job, self.progress)
+            with known as phase:
+                plan, profiler = phase.planned, self.profiler
+                mode = plan.plan.placed.graph.mode
+                is_watched = plan.wants_costs or (profiler.is_on and mode is Mode.TRAIN)
+                if is_watched:
+                    profiler.begin(plan, step)
+                before = note_left(plan, self._job.rank) if plan.left_by_calls else []
+                with nullcontext() if self.witness is None else self.witness.watch(plan.runner):
+                    state = plan.runner.run(
+                        step,
+                        phase.inputs,
+                        numbers=plan.numbers,
+                        microbatches=phase.microbatches(self.progress) if phase.weights else None,
+                        meanwhile=meanwhile,
+                    )
+                if is_watched:
+                    profiler.end(plan)
+                if plan.left_by_calls:
+                    share_left(self._job.control, plan, before)
+                if plan.written_inputs and division is not None:
+                    for inputs in phase.inputs:
+                        share_written(self._job.control, plan, inputs, holders)
+                if plan.runner not in self._have_run:
+                    self._have_run.add(plan.runner)
+                    tensors = named_state(self._task.network, self._task.loss_fn)
+                    if share_sizes(self._job.control, plan.plan, tensors):
+                        self.planner.recordings.forget_sizes()
+                meanwhile = None
             yield phase, state.values
         if planned.exchange is not None:
             nothing = [()] * planned.exchange.part.num_microbatches
@@ -316,7 +327,14 @@ class ClusterEngine(ClusterState):
         self.beside = Beside(dict(counters["losses"]))
 
 
-def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
+def _other_home(before: int, now: int) -> PlacementError:
+    return PlacementError(
+        f"what metrics are shown was made on worker {before} for one batch, and on worker {now} "
+        f"for another, by what forward asks tensors for\n"
+        f"  Fix: let the modules that return outputs be on one worker."
+    )
+
+
+def _outputs(plan: ReadyPlan, arguments: Arguments, values: Values) -> Any:
     """The outputs for a whole batch, in the network's own structure."""
-    plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)

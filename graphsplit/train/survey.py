@@ -16,6 +16,7 @@ import torch
 from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, Signature, split_batch
 from graphsplit.capture.graph import Mode
+from graphsplit.capture.python.answers import Answers
 from graphsplit.check.request import read_request, requested_file, write_refusal
 from graphsplit.errors import GraphsplitError
 from graphsplit.frames import line_now
@@ -98,7 +99,7 @@ class SurveyEngine(EagerEngine):
     def _plan(self, mode: Mode, signature: Signature, part: StepPart) -> None:
         task = self._task
         with as_in(mode, task.network):
-            graph = capture_graph(task, mode, signature)
+            graph = capture_graph(task, mode, signature, answers=Answers())
         make_plan(graph, task, num_workers=self._num_workers, owners={}, part=part)
 
     def _try(self, what: str, action: Callable[[], None]) -> None:

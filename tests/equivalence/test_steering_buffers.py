@@ -301,18 +301,6 @@ def test_what_is_written_to_a_buffer_that_steers_is_followed_or_refused(add: Any
         ThreadCluster(run, 2, is_recoverable=False).run()
 
 
-def test_a_buffer_under_two_names_that_steers_is_refused() -> None:
-    def run(rank: int) -> None:
-        net: Any = Steered(*CASES["unchanged"])
-        net.holder = nn.Module()
-        net.holder.register_buffer("same", net.count)
-        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
-        model.train_step(*BATCHES[0])
-
-    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
-        ThreadCluster(run, 2, is_recoverable=False).run()
-
-
 @pytest.mark.parametrize("progress", [12, 30])
 def test_a_worker_that_comes_back_has_the_buffers_that_steer(progress: int) -> None:
     def run(rank: int) -> Any:

@@ -172,7 +172,7 @@ def _converting(kind: Any) -> type:
     class OfKind(type):
         def __call__(cls, *args: Any, **options: Any) -> Any:
             if len(args) == 1 and not options and hasattr(_here, "lifted"):
-                args = (_here.lifted.shown(args[0]),)
+                args = (_number(args[0]),)
             if len(args) == 1 and not options and _are_lifted(args):
                 return made(_here.lifted, kind, args)
             return kind(*args, **options)
@@ -184,6 +184,11 @@ def _converting(kind: Any) -> type:
             return issubclass(one, kind)
 
     return OfKind(kind.__name__, (kind,), {})
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element; else the value."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _is_instance(one: Any, kinds: Any) -> bool:

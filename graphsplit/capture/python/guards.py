@@ -17,6 +17,7 @@ from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.functions import CONVERSIONS, computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python import identities
+from graphsplit.capture.python.answers import Answers, Asking
 from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
@@ -84,14 +85,19 @@ class StateWatch:
 
     Args:
         lift: Places whose numbers are to be lifted.
+        answers: What tensors were found to hold, for code that asks them.
 
     Attributes:
+        may_ask: Whether there are any answers.
+        asking: Answers the code that is recorded.
         asked: The buffers that steer Python code and of which something was asked.
         replaced: Attributes of modules with a tensor in whose place another one is left.
     """
 
-    def __init__(self, lift: Sequence[Place] = ()) -> None:
+    def __init__(self, lift: Sequence[Place] = (), answers: Answers | None = None) -> None:
         self._lift = tuple(lift)
+        self.may_ask = answers is not None
+        self.answers = Answers() if answers is None else answers
         self._follows_all = False
         self._unfollowed: frozenset[tuple[int, str]] = frozenset()
         self._tried: frozenset[tuple[int, str]] | None = None
@@ -121,6 +127,11 @@ class StateWatch:
         tensors = [self._tensors[key] for key in self.asked - self._unfollowed]
         let_steer(tensors)
         return bool(tensors)
+
+    @property
+    def has_unfollowed(self) -> bool:
+        """Whether a buffer that steers was found, and cannot be followed."""
+        return bool(self._unfollowed)
 
     def _followed(self) -> frozenset[tuple[int, str]]:
         is_one = may_steer if self._follows_all else steers
@@ -157,6 +168,7 @@ class StateWatch:
             for path, module in root.named_modules()
             for (_, name), tensor in tensors_of([module]).items()
         )
+        self.asking = Asking(self.answers, self._recorder.note_tensors, is_paused)
 
     @contextmanager
     def watching(self, assigned: AssignedBuffers | None = None) -> Iterator[None]:

@@ -15,12 +15,10 @@ whose error the user's code has caught is tried once on zeros, for fakes may be 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -31,7 +29,7 @@ from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.capture.own_errors import error_of_zeros
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
-from graphsplit.torch_ext.attributes import is_module_call
+from graphsplit.torch_ext.attributes import module_now
 from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
@@ -116,7 +114,7 @@ class Signals(TorchCalls):
 
     def _note(self, error: Exception, again: Again | None = None) -> None:
         if self._recorder.is_recording:
-            self._noted.append(Swallowed(error, _module_now(), again))
+            self._noted.append(Swallowed(error, module_now(), again))
 
     def swallowed(self) -> Swallowed | None:
         """The first error that the user's code has caught, and only capture raises, if any."""
@@ -126,13 +124,3 @@ class Signals(TorchCalls):
 def _was_caught(error: Exception) -> bool:
     trace = error.__traceback__
     return trace is not None and is_users(trace.tb_frame.f_code.co_filename)
-
-
-def _module_now() -> nn.Module | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_module_call(frame):
-            module: nn.Module = frame.f_locals["self"]
-            return module
-        frame = frame.f_back
-    return None

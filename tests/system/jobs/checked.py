@@ -28,8 +28,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(torch.relu(self.norm(self.first(x))))
-        if WHAT == "refused" and hidden.sum() > 0:
-            hidden = hidden + 1
+        if WHAT == "refused":
+            hidden = hidden + float(hidden.detach().numpy().size > 0)
         return self.last(hidden * self.scale)
 
 
