@@ -79,6 +79,11 @@ class FailureCause:
         return self.kind in RETRYABLE_KINDS
 
     @property
+    def is_odd_message(self) -> bool:
+        """Whether a worker was sent what it did not expect: the sender may be in another call."""
+        return self.kind == "exception" and self.message.startswith("FrameError:")
+
+    @property
     def who(self) -> str:
         """Whom it happened to: ``worker 1 (host alpha, pid 1852)``."""
         who = f"worker {self.rank}" if self.rank >= 0 else "the scheduler"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Interrupted, Malformed
@@ -7,6 +9,8 @@ from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.wire.messages import (
     STOPPED,
     Abort,
+    CallMade,
+    CallsMade,
     Departed,
     Failed,
     FailureNoted,
@@ -23,6 +27,11 @@ RAISED = FailureCause("exception", "ValueError: no", rank=3, traceback="Tracebac
 
 def aborts(scheduler, node):
     return [message for message in scheduler.sent.get(node, []) if isinstance(message, Abort)]
+
+
+def in_call(name: str) -> Heartbeat:
+    call = CallMade(name, f"train.py:{len(name)}", 5)
+    return Heartbeat(5, "between steps", calls=CallsMade(1, 5, (call,), call))
 
 
 def leave_all(scheduler, nodes=range(5)):
@@ -68,6 +77,34 @@ def test_a_report_ends_the_job_at_once_and_is_acknowledged(drive):
         assert (abort.cause.kind, abort.cause.rank) == ("exception", 3)
         assert abort.cause.traceback == "Traceback ...\n"
         assert abort.cause.position == "step 1"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_message_of_another_call_ends_the_job_with_both_calls(drive, is_late):
+    scheduler = drive().form()
+    for node in (0, 1, 2, 4):
+        scheduler.say(node, in_call("train"))
+    alone = replace(in_call("state_dict"), location=Location(waits_for=1))
+    if not is_late:
+        scheduler.say(0, alone)
+    scheduler.say(1, Failed(FailureCause("exception", "FrameError: worker 0 sent no text")))
+    if is_late:
+        assert aborts(scheduler, 2) == []
+        scheduler.say(3, in_call("train"))
+        scheduler.say(0, alone)
+    cause = scheduler.last(2).cause
+    assert cause.kind == "disagreement"
+    assert "worker 0 is in state_dict() at train.py:10" in cause.message
+    assert "in train() at train.py:5" in cause.message
+
+
+def test_a_message_that_nobody_explains_ends_the_job_with_what_was_read(drive):
+    scheduler = drive().form()
+    scheduler.say(1, Failed(FailureCause("exception", "FrameError: 3 bytes for a header")))
+    scheduler.pass_time(0.9)
+    assert aborts(scheduler, 2) == []
+    scheduler.pass_time(0.2)
+    assert scheduler.last(2).cause.message == "FrameError: 3 bytes for a header"
 
 
 def test_a_report_names_the_process_that_registered_not_the_one_it_claims(drive):

@@ -52,7 +52,8 @@ def _compare_calls(job: JobState, worker: Worker) -> None:
 
 def _waits(job: JobState, worker: Worker) -> bool:
     is_meeting = job.gathering.meeting.waits_at(worker.rank) is not None
-    return is_meeting or worker.location.waits_for is not None
+    has_odd_message = job.liveness.suspicion.has_odd_message(worker.rank)
+    return is_meeting or has_odd_message or worker.location.waits_for is not None
 
 
 def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_present: bool) -> None:
@@ -67,6 +68,8 @@ def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_prese
     position = cause.position or worker.position
     known = replace(known, position=position, location=cause.location)
     job.liveness.suspicion.report(known, job.now)
+    if known.is_odd_message:
+        _compare_calls(job, worker)
 
 
 def disconnect(job: JobState, node: int) -> None:

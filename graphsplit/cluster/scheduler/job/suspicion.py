@@ -9,15 +9,15 @@ first::
                disagree. Final at once.
     2          a worker's stream broke, or it fell silent. Withdrawn if it comes back in time. Final
                after ``GRACE_S``.
-    1          a worker reported what it saw of others: a peer is gone, a deadline passed. Final
-               after ``SEEN_GRACE_S``: workers tell at once what they see, and others know better;
-               and not while somebody is falling silent.
+    1          a worker reported what it saw of others: a peer is gone, a deadline passed, a message
+               is not what was expected. Final after ``SEEN_GRACE_S``: workers tell at once what
+               they see, and others know better; and not while somebody is falling silent.
 """
 
 from __future__ import annotations
 
 from graphsplit.cluster.wire.limits import GRACE_S, SEEN_GRACE_S
-from graphsplit.failure import RETRYABLE_KINDS, FailureCause
+from graphsplit.failure import FailureCause
 
 _SEEN, _LOST, _DID = 1, 2, 3
 _GRACE_S = {_SEEN: SEEN_GRACE_S, _LOST: GRACE_S, _DID: 0.0}
@@ -32,7 +32,12 @@ class Suspicion:
 
     def report(self, cause: FailureCause, now: float) -> None:
         """A worker reported a failure."""
-        self._add(_SEEN if cause.kind in RETRYABLE_KINDS else _DID, cause, now)
+        is_seen = cause.is_retryable or cause.is_odd_message
+        self._add(_SEEN if is_seen else _DID, cause, now)
+
+    def has_odd_message(self, rank: int) -> bool:
+        """Whether a worker reported a message that it did not expect."""
+        return any(known.rank == rank and known.is_odd_message for _, known in self._known)
 
     def observe_loss(self, cause: FailureCause, now: float) -> None:
         """The scheduler itself saw that a worker is gone."""
