@@ -30,7 +30,7 @@ from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import FakeTensor
 
 MOST = 64  # values that one microbatch asks for
-_KNOWN = "how many"
+_KNOWN = "last"
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "item": lambda number: number,
     "__bool__": bool,
@@ -63,12 +63,12 @@ class Answers:
     def forget(self) -> None:
         """Begin another microbatch."""
         self._told.clear()
-        self._told[_KNOWN] = "0 answers"  # a text: no number that might be lifted
+        self._told[_KNOWN] = "nothing yet"  # a text: no number that might be lifted
 
     def add(self, value: Any) -> None:
         """Note the answer to the next question."""
         self._told[len(self)] = value
-        self._told[_KNOWN] = f"{len(self)} answers"
+        self._told[_KNOWN] = f"value {len(self)}"
 
     def place(self, number: int, line: str) -> Place:
         """Where an answer is."""
@@ -76,7 +76,7 @@ class Answers:
 
     def count(self) -> Place:
         """Where it stands how many answers there are."""
-        return entry(self._told, _KNOWN, "how many values of tensors forward has asked for")
+        return entry(self._told, _KNOWN, "what forward has been told of its tensors")
 
     def holds(self, place: Place) -> bool:
         """Whether a place is one of these."""
