@@ -14,6 +14,7 @@ from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
 from graphsplit.checkpoint.states import Stateful, states_of
 from graphsplit.job.script import ModelCall
+from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
@@ -78,7 +79,7 @@ class ModelBefore:
         python_values: Of every place that network and loss read.
         changed: Tensors that the script has written to, or made, since the call before.
         resumption: What the next ``train`` is to do first.
-        was_written_to: Whether the script has written to anything, here or elsewhere.
+        left_out: Tensors that live elsewhere, to which it has written: workers compare that.
     """
 
     share: ModelSnapshot
@@ -90,7 +91,7 @@ class ModelBefore:
     python_values: tuple[Values, Numbers]
     changed: Changed
     resumption: Resumption | None
-    was_written_to: bool = False
+    left_out: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, share: ModelSnapshot) -> ModelBefore:
@@ -107,13 +108,13 @@ class ModelBefore:
             share.engine.planner.python_values.now(),
             changed,
             share.states.resumption,
-            bool(changed) or share.has_left_out_writes,
+            tuple(share.left_out()),
         )
 
     @property
     def needs_owners(self) -> bool:
         """Whether it can be put back only where the same workers own the same tensors."""
-        return self.was_written_to or any(self.states or ())
+        return bool(self.changed or self.left_out) or any(self.states or ())
 
     def put_back(self) -> None:
         """Let it be like that again."""
@@ -127,6 +128,9 @@ class ModelBefore:
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
         self.share.engine.planner.python_values.put(*self.python_values)
         self.share.change_again(self.changed)
+        for tensor in self.left_out:
+            if isinstance(tensor, Elsewhere):
+                tensor.note_write()
         self.share.states.resumption = self.resumption
 
 

@@ -87,6 +87,19 @@ def test_a_worker_that_is_waited_for_changes_nothing(name: str):
     assert cluster.num_killed == 1
 
 
+@pytest.mark.parametrize("at", [30, 40, 56])
+@pytest.mark.parametrize("rank", range(NUM_WORKERS))
+def test_what_a_script_wrote_is_compared_again_after_a_loss(rank: int, at: int):
+    """By those who go back as by the one who comes: what it wrote elsewhere was left out there."""
+    script = FEATURES["given_data_by_the_script"]
+    expected = undisturbed(script)
+    cluster = ThreadCluster(
+        lambda rank: script(), NUM_WORKERS, SnapshotSettings(every=2), {rank: [at]}
+    )
+    for found in cluster.run():
+        assert difference(expected, found) is None
+
+
 @pytest.mark.parametrize(
     ("name", "later"),
     [*((name, later) for name in ON_DISK for later in (0, 5)), ("python_values", 30)],

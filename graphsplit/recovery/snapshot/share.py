@@ -27,7 +27,7 @@ from graphsplit.encoding.packed import FlatTensors
 from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
-from graphsplit.optimizers.ownership import Elsewhere, is_elsewhere
+from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere, is_elsewhere
 from graphsplit.planning.task import Task, named_state, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
@@ -427,10 +427,11 @@ class ModelSnapshot:
             found += [(t, t.detach().clone()) for t in new.values() if not is_elsewhere(t)]
         return found
 
-    @property
-    def has_left_out_writes(self) -> bool:
-        """Whether the script has written to what lives elsewhere since ``note_versions``."""
-        return Elsewhere.num_left_out != self._num_left_out
+    def left_out(self) -> list[torch.Tensor]:
+        """Tensors that live elsewhere, written to by the script since ``note_versions``."""
+        if Elsewhere.num_left_out == self._num_left_out:
+            return []
+        return [tensor for tensor in self.tensors() if hasattr(tensor, LEFT_OUT)]
 
     def change_again(self, changed: Changed) -> None:
         """Write again what the script has written; what was freed since lives elsewhere."""
