@@ -14,6 +14,7 @@ from graphsplit.batches.microbatches import BatchDescription, Divider
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.capture.reach.plain import SharedValues
+from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.own_rows import OwnRows
@@ -47,7 +48,8 @@ class Wire:
 
 
 def job(wire: Wire, rank: int) -> Any:
-    member = SimpleNamespace(state=SimpleNamespace(stops_soon=False))
+    position = SimpleNamespace(calls=CallHistory())
+    member = SimpleNamespace(state=SimpleNamespace(stops_soon=False), position=position)
     return cast(
         Any,
         SimpleNamespace(
@@ -222,7 +224,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     mine = Divider(2, None, lambda inputs, target: next(counts))
     drawn = position_of(torch.default_generator.get_state())
     Tickets(job(wire, 0)).send(Ticket(theirs.shape(), drawn=drawn))
-    planned = SimpleNamespace(consumers=(0, 1), written_inputs=())
+    planned = SimpleNamespace(consumers=(0, 1), written_inputs=(), asks=False)
     planner = SimpleNamespace(
         begin_step=lambda mode: None,
         requires_grad=lambda: (),
@@ -240,7 +242,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         check_python_step=lambda *a, **k: None,
         recording_for=lambda *a, **k: SimpleNamespace(
             recording=SimpleNamespace(
-                graph=SimpleNamespace(is_other_after=False, has_replicas=False)
+                graph=SimpleNamespace(is_other_after=False, has_replicas=False, num_answered=None)
             )
         ),
     )

@@ -15,11 +15,9 @@ from torch import nn
 
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.planning.task import Task, stateful_modules
+from graphsplit.torch_ext.attributes import FORWARD_HOOKS, NOT_SAVED, TABLES
 
-_TABLES = (
-    *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
-    *("_forward_pre_hooks", "_forward_hooks"),  # pruning, and the older norms of weights
-)
+_TABLES = (*TABLES, NOT_SAVED, *FORWARD_HOOKS)  # hooks: of pruning, and older norms of weights
 _KEPT = (torch.Tensor, KeptValue)  # of attributes: what such a hook leaves
 
 
