@@ -110,7 +110,7 @@ def test_a_rank_that_the_job_does_not_have_is_refused_with_the_users_line():
 
 
 def test_a_model_that_cannot_be_captured_is_refused_with_the_users_line():
-    job = run_job("failing.py", "branch", workers=3)
+    job = run_job("failing.py", "mask", workers=3)
     assert_named_everywhere(job, "CaptureError", r"failing\.py:\d+")
     assert job.output.count("Traceback (most recent call last)") == 1, job.output
     assert "torch.where" in job.output
