@@ -133,11 +133,15 @@ class KnownValues(TorchCalls):
         """A known value that the graph holds as it is; ``value`` where it is no tensor."""
         if not isinstance(value, torch.Tensor):
             return value
-        args = (value.tolist(),)
+        if not value.numel():  # a list would tell no more than the first size
+            args: tuple[Any, ...] = (tuple(value.shape),)
+            function: Callable[..., Any] = torch.zeros
+        else:
+            args, function = (value.tolist(),), torch.tensor
         kwargs: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-        made = torch.tensor(*args, **kwargs)
+        made = function(*args, **kwargs)
         self._real[made] = value
-        self._recipes[made] = Recipe.of(torch.tensor, args, kwargs, recipes=self._recipes)
+        self._recipes[made] = Recipe.of(function, args, kwargs, recipes=self._recipes)
         return made
 
     def _are_known(self, given: Sequence[Any], name: str) -> bool:

@@ -120,8 +120,8 @@ class Asking(TorchCalls):
         self._is_off = False
         try:
             found = function()
-        except BaseException:
-            if self.unanswered is None:
+        except BaseException as error:  # of code that caught the question, too
+            if self.unanswered is None or isinstance(error, KeyboardInterrupt):
                 raise
             stack.clear()
             stack.update(before)
