@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,29 @@ import torch
 from recovery_features.parts import Last, adam
 from recovery_helpers import ThreadCluster
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
 from graphsplit.feeding import own_rows
 
 NUM_SAMPLES, SIZE, PARTS, EPOCHS = 45, 16, 4, 3
+
+
+class Counted(Dataset[Any]):
+    """Counts what is read where Python does not see it."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        draws = torch.Generator().manual_seed(1)
+        self.x = torch.randn(num_samples, 4, generator=draws)
+        self.y = torch.arange(num_samples) % 3
+        self.read: Any = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.put(index)
+        return self.x[index] * 2, self.y[index]
 
 
 class Net(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_rows_helpers import Counted as EachRead
 from own_rows_helpers import Net, loader_of, made, said
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
@@ -24,21 +25,11 @@ pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout
 NUM_SAMPLES, SIZE, EPOCHS = 90, 8, 3  # eleven batches of 8 rows, and one of 2
 
 
-class Counted(Dataset[Any]):
-    """Counts what is read where Python does not see it."""
+class Counted(EachRead):
+    """Of so many rows that each replica has batches of its own."""
 
     def __init__(self) -> None:
-        draws = torch.Generator().manual_seed(1)
-        self.x = torch.randn(NUM_SAMPLES, 4, generator=draws)
-        self.y = torch.arange(NUM_SAMPLES) % 3
-        self.read: Any = queue.SimpleQueue()
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.put(index)
-        return self.x[index] * 2, self.y[index]
+        super().__init__(NUM_SAMPLES)
 
 
 class Order(gs.metrics.Metric):

@@ -16,6 +16,7 @@ from own_rows_helpers import (
     NUM_SAMPLES,
     PARTS,
     SIZE,
+    Counted,
     loader_of,
     made,
     on,
@@ -37,23 +38,6 @@ from graphsplit.settings import GO_ON, WAIT_REJOIN
 
 assert threads_as_workers and said
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(100)]
-
-
-class Counted(Dataset[Any]):
-    """Counts what is read where Python does not see it."""
-
-    def __init__(self) -> None:
-        draws = torch.Generator().manual_seed(1)
-        self.x = torch.randn(NUM_SAMPLES, 4, generator=draws)
-        self.y = torch.arange(NUM_SAMPLES) % 3
-        self.read: Any = queue.SimpleQueue()
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.put(index)
-        return self.x[index] * 2, self.y[index]
 
 
 def num_read(data: Counted) -> int:
