@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from equivalence_helpers import batches_of, rows_against_target
-from simulated.equivalence import assert_same_bits
+from script_changes import Change, assert_refused_elsewhere, assert_written_on_the_owner
 from torch import nn
-
-from graphsplit.errors import OwnershipError
-
-Change = Callable[[int, Any, Any], Any]
 
 
 class Net(nn.Module):
@@ -65,16 +59,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", CHANGES)
 def test_data_that_the_script_sets_is_set_on_the_owner(name: str, microbatches: int) -> None:
-    assert_same_bits(
-        Net,
-        batches_of(8, 3, num=4),
-        num_workers=2,
-        place=place,
-        loss_fn=rows_against_target,
-        microbatches=microbatches,
-        before_step=CHANGES[name],
-        evaluate_after=(1, 3),
-    )
+    assert_written_on_the_owner(Net, place, CHANGES[name], microbatches=microbatches)
 
 
 def _read_what_was_given(net: Any) -> None:
@@ -89,13 +74,4 @@ def _share_memory(net: Any) -> None:
 
 @pytest.mark.parametrize("change", [_read_what_was_given, _share_memory])
 def test_what_would_share_memory_with_another_worker_s_value_is_refused(change: Any) -> None:
-    with pytest.raises(OwnershipError, match="lives on worker"):
-        assert_same_bits(
-            Net,
-            batches_of(8, 3, num=2),
-            num_workers=2,
-            place=place,
-            loss_fn=rows_against_target,
-            before_step=lambda step, net, loss_fn: change(net) if step else None,
-            plan_everywhere=True,
-        )
+    assert_refused_elsewhere(Net, place, change)

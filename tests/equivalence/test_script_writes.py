@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
+from script_changes import Change, assert_refused_elsewhere, assert_written_on_the_owner
 from simulated.compare import difference
-from simulated.equivalence import assert_same_bits
 from simulated.simulate import Captures, SimulatedCluster
 from torch import nn
 
 from graphsplit.errors import OwnershipError, PlanMismatchError
 from graphsplit.planning.task import Task
 from graphsplit.train.metrics import Metric
-
-Change = Callable[[int, Any, Any], Any]
 
 
 class Net(nn.Module):
@@ -123,17 +121,8 @@ CAPTURES = Captures()  # data sets write the same, to workers that capture by th
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_the_script_writes_is_written_on_the_owner(name: str, microbatches: int) -> None:
-    assert_same_bits(
-        Net,
-        batches_of(8, 3, num=4),
-        num_workers=2,
-        place=place,
-        loss_fn=rows_against_target,
-        microbatches=microbatches,
-        before_step=CHANGES[name],
-        captures=CAPTURES,
-        evaluate_after=(1, 3),
-    )
+    options = {"microbatches": microbatches, "captures": CAPTURES}
+    assert_written_on_the_owner(Net, place, CHANGES[name], **options)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +135,7 @@ def test_what_the_script_writes_is_written_on_the_owner(name: str, microbatches:
     ],
 )
 def test_what_is_computed_of_another_worker_s_values_is_refused_elsewhere(use: Any) -> None:
-    with pytest.raises(OwnershipError, match="lives on worker"):
-        assert_same_bits(
-            Net,
-            batches_of(8, 3, num=2),
-            num_workers=2,
-            place=place,
-            loss_fn=rows_against_target,
-            before_step=lambda step, net, loss_fn: use(net) if step else None,
-            plan_everywhere=True,
-        )
+    assert_refused_elsewhere(Net, place, use)
 
 
 class Writing:
