@@ -164,8 +164,9 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
         return
     if _is_reading(job):
         raise ConfigurationError(
-            f"{name}() of a module whose values live on several workers, by a data set: only "
-            f"workers that read the data come to it\n  Fix: call it in the script or a callback."
+            f"{name}() of a module whose values live on several workers, by a data set that only "
+            f"some of them read, in processes of its own, or where lost workers are waited for\n"
+            f"  Fix: call it in the script or a callback."
         )
     values: list[list[Any]] = job.script.collective(ModelCall(name, _values, (job, tensors)))
     _here.is_inside = True

@@ -58,17 +58,13 @@ _FIX = (
 )
 
 
-def _drawn(batches: Iterator[Division], job: Job) -> Iterator[Division]:
-    """The batches; while the loader makes one, calls of all workers are refused."""
-    calls = job.member.position.calls
+def _drawn(batches: Iterator[Division], job: Job, *, is_alone: bool) -> Iterator[Division]:
+    """The batches; while the loader makes one for some workers, calls of all are refused."""
     while True:
-        before, calls.is_reading = calls.is_reading, job.num_workers > 1
-        try:
-            batch = next(batches)
-        except StopIteration:
+        with job.member.position.calls.reading(is_alone=is_alone):
+            batch = next(batches, None)
+        if batch is None:
             return
-        finally:
-            calls.is_reading = before
         yield batch
 
 
@@ -278,9 +274,15 @@ class Feed:
         return True
 
     def _new_cursor(self) -> Iterator[Division]:
-        with read_before(self._planner, self._start):
+        is_alone = not self._left.is_for_all or self._job.script.gives_again
+        is_alone &= self._job.num_workers > 1
+        calls = self._job.member.position.calls
+        with (
+            read_before(self._planner, self._start),
+            calls.reading(is_alone=is_alone or self._start.step > 0),
+        ):
             divisions = self._rows.divisions(self._start, leads=self._is_leading)
-        divisions = _drawn(divisions, self._job)
+        divisions = _drawn(divisions, self._job, is_alone=is_alone)
         groups = Groups(divisions, self._outlook)
         with self._planner.writes.read_again():
             for _ in range(self._num_batches):
@@ -315,6 +317,8 @@ class Feed:
         return {self.leader, *planned.consumers}
 
     def _follow(self) -> Iterator[FeedItem]:
+        if self._left.is_for_all and not self._is_stopped():
+            self._draw_missed()
         while True:
             # Here it delays nobody: all wait for the worker that is last, or for the leader.
             ahead = self._planner.ahead(self._mode, self._first)
@@ -326,8 +330,6 @@ class Feed:
             self._rows.turns = ticket.turns
             if self._is_grouped and self._next is None:
                 self._together = self._outlook(ticket.shape.first).together
-            if self._left.is_for_all:
-                self._draw_missed()
             self._planner.check_python_step(
                 *(self._mode, ticket.shape.first),
                 leaders=(ticket.python, self.leader),

@@ -185,9 +185,9 @@ class Planner:
 
     def values_shared_with(self, loader: Any) -> SharedValues:
         """The plain values that network or loss may read and a loader may change."""
-        objects = [one for rule in self._task.optimizers for one in (rule, rule.state)]
-        hooks = self.writes.hooks.all()
-        return SharedValues((self._task.loss_fn, self._task.network), (loader,), objects, hooks)
+        task, rules, hooks = self._task, self._task.optimizers, self.writes.hooks.all()
+        objects = [*rules, *(rule.state for rule in rules), *task.network.modules()]
+        return SharedValues((task.loss_fn, task.network), (loader,), objects, hooks)
 
     def check_python_step(
         self,

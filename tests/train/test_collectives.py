@@ -219,11 +219,15 @@ CALLS_OF_DATA = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS_OF_DATA)
-@pytest.mark.parametrize("is_recoverable", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_recoverable"),
+    [*((name, True) for name in CALLS_OF_DATA), ("barrier", False), ("all_reduce", False)],
+)
 def test_a_call_of_all_by_a_data_set_is_refused_at_once(name: str, is_recoverable: bool) -> None:
+    """Where lost workers are waited for, and where the data set does not lead to the Model."""
+
     class Calling(torch.utils.data.Dataset[Any]):
-        def __init__(self, model: gs.Model) -> None:
+        def __init__(self, model: gs.Model | None) -> None:
             self.model, self.inner = model, batches().dataset
 
         def __len__(self) -> int:
@@ -237,7 +241,8 @@ def test_a_call_of_all_by_a_data_set_is_refused_at_once(name: str, is_recoverabl
     def script(rank: int) -> None:
         net = plain_net(place=True)
         model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
-        model.train(1, torch.utils.data.DataLoader(Calling(model), batch_size=4))
+        data = Calling(model if is_recoverable else None)
+        model.train(1, torch.utils.data.DataLoader(data, batch_size=4))
 
     with pytest.raises(ConfigurationError, match=rf"{name}\(\) is called by a loader or its data"):
         run(script, is_recoverable=is_recoverable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphsplit as gs
 from graphsplit.checkpoint import whole_values
-from graphsplit.errors import ConfigurationError
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.torch_ext.replaced import FILLING, LOOKING, SAVING
 
@@ -206,24 +205,6 @@ def test_a_worker_that_comes_back_is_given_the_values_again(case: str, at: int) 
     for found in cluster.run():
         assert difference(expected, found) is None
     assert cluster.num_killed == 1
-
-
-def test_a_data_set_that_prunes_is_refused_by_name() -> None:
-    def run(rank: int) -> None:
-        torch.manual_seed(0)
-        net = Net()
-        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
-
-        def batches() -> Iterator[Any]:
-            for step, batch in enumerate(BATCHES):
-                if step:
-                    prune.l1_unstructured(net.second, "weight", amount=0.4)
-                yield batch
-
-        model.train(1, batches())
-
-    with pytest.raises(ConfigurationError, match=r"l1_unstructured\(\).*by a data set"):
-        ThreadCluster(run, 2, is_recoverable=False).run()
 
 
 def test_functions_of_torch_keep_their_names_and_arguments() -> None:

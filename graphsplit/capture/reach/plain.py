@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from graphsplit.capture.reach.holders import Holder
-from graphsplit.capture.reach.reach import Walk, is_iterator
+from graphsplit.capture.reach.reach import Walk, is_iterator, names_in
 from graphsplit.guards.values import BY_VALUE
 
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
@@ -49,8 +49,10 @@ class _PlainWalk(Walk):
         self.is_ours |= module.startswith("graphsplit.")
         self.is_open |= self.is_ours
         if isinstance(value, types.GeneratorType):  # a loader may be one
-            for inner in (value.gi_frame.f_locals if value.gi_frame is not None else {}).values():
-                self._push(inner, name)
+            if (frame := value.gi_frame) is not None:
+                for inner in frame.f_locals.values():
+                    self._push(inner, name)
+                self._visit_names(frame.f_globals, *names_in(frame.f_code))
         elif is_iterator(value):
             self.is_open = True
             for inner in gc.get_referents(value):
@@ -71,7 +73,7 @@ class SharedValues:
     Args:
         readers: What reads: networks, losses.
         writers: What may change something: loaders.
-        objects: What writers may change without that being compared: optimizers.
+        objects: What writers may change without that being compared: optimizers, parts of networks.
         code: What reads Python state without that being watched: hooks on parameters.
 
     Attributes:

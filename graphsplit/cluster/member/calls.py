@@ -6,9 +6,10 @@ call that only some workers make is found when it stops the job, not when a dead
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar, cast
@@ -33,22 +34,39 @@ class CallHistory:
 
     Attributes:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
-        is_reading: Whether a Model's loader is asked for a batch now, which others may not do.
         reporting: What is raised inside ends the job, whichever thread it is raised in.
     """
 
     def __init__(self) -> None:
         self.is_kept = True
-        self.is_reading = False
         self.reporting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._thread = 0  # that is in the open calls
         self._skipped = own_and_torchs()
+        self._reads_alone = False
+        self._process = os.getpid()
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
 
     def around(self, calls: T) -> T:
         """The same methods, each of which is noted under its name as a call of all workers."""
         return cast(T, _Noted(self, calls))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a loader is asked for a batch now that others do not read at this point.
+
+        Processes of a loader, and others that were forked, do nothing with other workers.
+        """
+        return self._reads_alone or os.getpid() != self._process
+
+    @contextmanager
+    def reading(self, *, is_alone: bool) -> Iterator[None]:
+        """A Model's loader is asked for a batch, inside; alone, if not all workers do it here."""
+        before, self._reads_alone = self._reads_alone, is_alone
+        try:
+            yield
+        finally:
+            self._reads_alone = before
 
     def check(self, name: str) -> None:
         """Refuse a call that others would have to make with this worker, while it reads a batch.
