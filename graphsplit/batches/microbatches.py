@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from graphsplit.batches import records
-from graphsplit.batches.signature import Arguments, Signature, split_batch
+from graphsplit.batches.signature import Arguments, Signature, inputs_of, split_batch
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import pytree
 
@@ -161,11 +161,18 @@ class Divider:
         num_microbatches: Into how many microbatches; 1: not at all.
         split: The user's way to split a batch; None: ``split_microbatches``.
         loss_weight: What the loss of a microbatch counts; None: the number of its rows.
+        has_targets: Whether the target is a part of what a batch gives.
     """
 
     num_microbatches: int = 1
     split: Split | None = None
     loss_weight: LossWeight | None = None
+    has_targets: bool = True
+
+    def arguments(self, batch: Any, *, has_loss_fn: bool) -> Arguments:
+        """A loader's batch, or some rows of it, as the arguments of a step."""
+        open_it = split_batch if self.has_targets else inputs_of
+        return open_it(batch, has_loss_fn=has_loss_fn)
 
     def divide(self, batch: Any, *, has_loss_fn: bool) -> Division:
         """Divide a loader's batch.
@@ -173,11 +180,11 @@ class Divider:
         Raises:
             ConfigurationError: The batch does not fit, cannot be split, or has no valid weights.
         """
-        arguments = split_batch(batch, has_loss_fn=has_loss_fn)
+        arguments = self.arguments(batch, has_loss_fn=has_loss_fn)
         if self.num_microbatches == 1:
             return Division(arguments, (arguments,))
         pieces, weights = self._pieces(batch)
-        found = tuple(split_batch(piece, has_loss_fn=has_loss_fn) for piece in pieces)
+        found = tuple(self.arguments(piece, has_loss_fn=has_loss_fn) for piece in pieces)
         weighed = [((), dict(p)) for p in pieces] if isinstance(batch, Mapping) else found
         return Division(arguments, found, self._weights(weighed) or weights)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from graphsplit.batches.microbatches import BatchDescription, Division, open_batch
-from graphsplit.batches.signature import Arguments, Signature, fingerprint, leaves, split_batch
+from graphsplit.batches.signature import Arguments, Signature, fingerprint, leaves
 from graphsplit.torch_ext.private import pytree
 
+Opening = Callable[[Any], Arguments]  # what a step is given of a loader's batch, or of rows of it
 NOT_HERE: Arguments = ((), {})  # the arguments of a microbatch whose rows were not read
 
 
@@ -161,13 +162,13 @@ class RowsRead(Division):
         ), {}
 
 
-def divide_rows(batch: Any, request: BatchRequest, *, has_loss_fn: bool) -> RowsRead | None:
+def divide_rows(batch: Any, request: BatchRequest, opening: Opening) -> RowsRead | None:
     """Some rows of a batch, as a loader gives them, divided as the whole batch would be.
 
     Args:
         batch: The rows.
         request: Which they are.
-        has_loss_fn: As for ``split_batch``.
+        opening: Gives the arguments of a step.
 
     Returns:
         The division; None where these are not so many rows and nothing else.
@@ -180,9 +181,9 @@ def divide_rows(batch: Any, request: BatchRequest, *, has_loss_fn: bool) -> Rows
     start = 0
     for part in layout.needed[request.worker]:
         stop = start + len(layout.rows(part))
-        found[part] = split_batch(_rows(tree, start, stop), has_loss_fn=has_loss_fn)
+        found[part] = opening(_rows(tree, start, stop))
         start = stop
-    arguments = split_batch(tree, has_loss_fn=has_loss_fn)
+    arguments = opening(tree)
     weights = layout.description.weights
     return RowsRead(arguments, tuple(found), weights, request=request)
 

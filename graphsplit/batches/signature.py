@@ -286,6 +286,15 @@ def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
     return (*inputs, target), {}
 
 
+def inputs_of(batch: Any, *, has_loss_fn: bool) -> Arguments:
+    """A loader's batch as what the network alone is given: without its target, if it has one."""
+    is_input = isinstance(batch, (list, tuple)) and len(batch) == 1
+    if is_input or isinstance(batch, torch.Tensor):  # there is no target to leave out
+        return split_batch(batch, has_loss_fn=False)
+    args, kwargs = split_batch(batch, has_loss_fn=has_loss_fn)
+    return (args[:-1] if has_loss_fn else args), kwargs
+
+
 def _target_among(batch: Mapping[Any, Any]) -> str:
     """The entry of a mapping that the loss function is given beside the network's outputs."""
     found = [name for name in TARGETS if name in batch]

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from graphsplit.batches.microbatches import Divider
 from graphsplit.batches.rows import (
     BatchRequest,
+    Opening,
     RowLayout,
     RowsRead,
     divide_rows,
@@ -321,7 +322,7 @@ def _sum_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def probe(
-    loader: Any, whole: RowsRead, layout: RowLayout, readers: Sequence[int], *, has_loss_fn: bool
+    loader: Any, whole: RowsRead, layout: RowLayout, readers: Sequence[int], opening: Opening
 ) -> str:
     """Read a batch once more, in pieces, in a process of its own.
 
@@ -330,7 +331,7 @@ def probe(
         whole: The batch as it was read.
         layout: How it would be read.
         readers: The workers that would read.
-        has_loss_fn: As for ``split_batch``.
+        opening: As for ``divide_rows``.
 
     Returns:
         Why it must be read whole; empty if the pieces are those of the whole batch.
@@ -349,7 +350,7 @@ def probe(
     def work() -> str:
         watch = ReadWatch(loader)
         watch.begin(has_state=True)
-        compared = [_difference(loader, request, whole, has_loss_fn) for request in requests]
+        compared = [_difference(loader, request, whole, opening) for request in requests]
         return watch.found() or next(filter(None, compared), "")
 
     try:
@@ -367,13 +368,13 @@ def fetch(loader: Any, indices: Sequence[Any]) -> Any:
     return loader.collate_fn(samples)
 
 
-def _difference(loader: Any, request: BatchRequest, whole: RowsRead, has_loss_fn: bool) -> str:
+def _difference(loader: Any, request: BatchRequest, whole: RowsRead, opening: Opening) -> str:
     """The difference of rows that are read by themselves from the whole batch; empty: none."""
     try:
         batch = fetch(loader, [request.indices[position] for position in request.positions])
     except Exception as error:
         return f"rows cannot be read by themselves: {raised_where(error)}"
-    mine = divide_rows(batch, request, has_loss_fn=has_loss_fn)
+    mine = divide_rows(batch, request, opening)
     if mine is None or not mine.fits(whole.shape()):
         return "rows that are read by themselves look otherwise than in the whole batch"
     pairs = [

@@ -119,7 +119,7 @@ class Feed:
             self._epoch_state = start.generator
         self._epoch_process = ProcessStates.now()
         self._cursor: Iterator[Division] | None = None
-        self._is_grouped = mode is Mode.EVAL and job.num_workers > 1 and not one_by_one
+        self._is_grouped = mode is not Mode.TRAIN and job.num_workers > 1 and not one_by_one
         self._together: int | None = None  # batches of the step that is announced
         self._step, self._num_batches = start.step, 0
         self._checksum: int | None = None  # of the batch drawn last
@@ -158,7 +158,7 @@ class Feed:
         """A step is over, and what the script does after it."""
         self._known = torch.default_generator.get_state()
         self._step += 1
-        self._num_batches += num_batches(shape) if self._mode is Mode.EVAL else 1
+        self._num_batches += num_batches(shape) if self._mode is not Mode.TRAIN else 1
         self._together = None
 
     def _lead(self) -> Iterator[FeedItem]:
@@ -313,8 +313,9 @@ class Feed:
         return self._rows.target_senders(planned, self._num_batches)
 
     def holders(self, planned: PlannedStep) -> set[int]:
-        """The workers that have the batch of a step."""
-        return {self.leader, *planned.consumers}
+        """The workers that have the batch of a step: they read it, or need it and are sent it."""
+        read, consumers = self._reading.ranks, planned.consumers
+        return {self.leader, *(r for r in consumers if r in read or planned.microbatches_read()[r])}
 
     def _follow(self) -> Iterator[FeedItem]:
         if self._left.is_for_all and not self._is_stopped():
@@ -342,7 +343,7 @@ class Feed:
             if self._job.rank in waiting:
                 self._take_over_generators(ticket)
                 yield planned, self._sent(ticket.shape), None
-            elif self._job.rank in planned.consumers:
+            elif self._job.rank in self.holders(planned):
                 division = self._drawn_for(ticket, ticket.shape)
                 division = self._rows.enough(division, planned, ticket.shape, is_sent=False)
                 self._rows.note(division, ticket.shape, planned)
@@ -364,14 +365,14 @@ class Feed:
             planned.first.runner.expect_first_value()
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
-        """Consumers that have missed a part of what was read from this loader, and are sent it."""
+        """Those that need a part of a batch, and are sent it: they have missed what was read."""
         now = self._readers.again(self._reading)
         if now is not self._reading:
             self._reading = now
             self._stop_reading_where_some_was_missed()
         self._has_written |= planned.writes_inputs
         self._have_read |= now.ranks.intersection(planned.consumers)
-        return [rank for rank in planned.consumers if rank not in now.ranks]
+        return [rank for rank in self.holders(planned) if rank not in now.ranks]
 
     def _note_readers(self) -> None:
         self._readers.note(self._reading, self._have_read, has_written=self._has_written)

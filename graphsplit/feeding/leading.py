@@ -14,7 +14,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.feed import Feed
-from graphsplit.feeding.own_rows import OwnRows, checksum_of
+from graphsplit.feeding.own_rows import OwnRows
 from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import module_annotation
@@ -60,7 +60,7 @@ class Leading:
             is_training = mode is Mode.TRAIN
             self._rows[mode] = OwnRows(
                 loader,
-                self._task.divider if is_training else Divider(),
+                self._task.divider if is_training else Divider(has_targets=mode is Mode.EVAL),
                 self._job.rank,
                 has_loss_fn=self._task.loss_fn is not None,
                 why="" if self._task.reading == "rows" else 'the Model has reading="batches"',
@@ -80,7 +80,7 @@ class Leading:
         """The steps of an epoch, each with its batch where that is needed.
 
         Args:
-            mode: Train or eval.
+            mode: Train, eval or predict.
             loader: The loader.
             start: Where the epoch goes on.
             is_stopped: Whether it ends after the step that is done; the same on all workers.
@@ -123,8 +123,7 @@ class Leading:
         batch, is_training = division.shape(), mode is Mode.TRAIN
         like = mode, batch, scale is None
         if self._job.num_workers > 1:
-            is_one = type(division) is Division
-            checksum = fingerprint(division.arguments) if is_one else checksum_of(division)
+            checksum = fingerprint(division.arguments)
             if scale is not None:
                 checksum = fingerprint(((checksum, scale), {}))
             self._compare_with_leader(mode, checksum, batch, step, self._like_last(like))

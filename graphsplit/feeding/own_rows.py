@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,9 +79,9 @@ class OwnRows:
         self.loader = loader
         self.turns: tuple[int, ...] = ()
         self.line = ""
-        self._divider = divider
+        self._divide = partial(divider.divide, has_loss_fn=has_loss_fn)
+        self._opening = partial(divider.arguments, has_loss_fn=has_loss_fn)
         self._rank = rank
-        self._has_loss_fn = has_loss_fn
         self._is_grouped = is_grouped
         self._why = why or why_whole(loader, divider, is_grouped=is_grouped)
         self._stops = ""  # why reading own rows ends, once all have been told
@@ -113,10 +114,10 @@ class OwnRows:
             leads: Whether this worker reads first, and decides.
         """
         self._leads = leads
-        divide = self._divider.divide  # in a generator: what it raises never ends the epoch
         if self._watch is None:
             batches = start.open(self.loader)
-            return (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
+            # In a generator: what it raises never ends the epoch.
+            return (self._divide(batch) for batch in batches)
         if leads:
             self.turns = (0,) if self._is_on else ()
         read = start.open(self.loader, self._iterate)
@@ -182,10 +183,10 @@ class OwnRows:
 
     def _divided(self, batch: Any, request: BatchRequest | None) -> Division:
         if request is not None and request.layout is not None:
-            found = divide_rows(batch, request, has_loss_fn=self._has_loss_fn)
+            found = divide_rows(batch, request, self._opening)
             is_like = found is not None and request.by_rows and found.looks_like_others()
             return found if found is not None and is_like else self._whole(request)
-        division = self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
+        division = self._divide(batch)
         return division if request is None else RowsRead(**vars(division), request=request)
 
     def _whole(self, request: BatchRequest) -> RowsRead:
@@ -194,7 +195,7 @@ class OwnRows:
         self._watch.begin(has_state=is_power(request.number))
         batch = fetch(self.loader, request.indices)
         self._watch.check()
-        division = self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
+        division = self._divide(batch)
         return RowsRead(**vars(division), request=request.whole())
 
     def decide(self, division: Division) -> Division:
@@ -235,9 +236,7 @@ class OwnRows:
         if not are_divided(layouts):
             return
         for layout in layouts:
-            found = found or probe(
-                self.loader, batch, layout, self._readers, has_loss_fn=self._has_loss_fn
-            )
+            found = found or probe(self.loader, batch, layout, self._readers, self._opening)
         self._why = found
         if found:
             self._say(f"each replica reads whole batches: {found}")

@@ -240,6 +240,7 @@ class PartitionPlan:
         blocks: The parameters whose gradients are added in blocks, by number in the first lane; see
             ``partition.replicas.blocks``.
         together: How many whole batches replicas evaluate at once: they are its microbatches then.
+        evaluators: For each replicated module, the workers that share these batches.
         exchange: When parts of gradients that are added in blocks go to their owners.
         gradient_dtype: To what these parts and their sums are rounded; None: they are left as they
             are.
@@ -262,6 +263,7 @@ class PartitionPlan:
     chains: Mapping[int, BufferChain] = field(default_factory=dict)
     blocks: Mapping[int, BlockSums] = field(default_factory=dict)
     together: int = 1
+    evaluators: tuple[tuple[int, ...], ...] = ()
     exchange: Exchange = Exchange.BESIDE
     gradient_dtype: torch.dtype | None = None
 

@@ -194,7 +194,8 @@ def make_plan(
     plan = merge_lanes(plans, [range(x.start - start, x.stop - start) for x in lanes])
     plan = with_chains(borrowed_together(plan), modules)
     if together > 1 and is_evaluated_apart(graph):
-        plan = replace(plan, together=together)
+        shared = dict.fromkeys(annotation.replicas for annotation in replicas.values())
+        plan = replace(plan, together=together, evaluators=tuple(shared))
     if is_evaluated and part.num_microbatches > plan.together:
         raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
     plan = _with_blocks(plan, task, part)
@@ -315,6 +316,9 @@ def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
 def consumers_of(plan: PartitionPlan, *, are_all: bool = False) -> tuple[int, ...]:
     """Workers that read the loader: those whose segments read an input, and the metrics' one.
 
+    So do all replicas of those, which run other batches; and all workers in a prediction, whose
+    outputs all are given. Who needs nothing of a batch may read one row of it.
+
     Args:
         plan: The plan.
         are_all: Whether the others do, too: so that any of them can go on with the loader.
@@ -326,6 +330,10 @@ def consumers_of(plan: PartitionPlan, *, are_all: bool = False) -> tuple[int, ..
             found[segment.worker] = None
     if plan.placed.graph.mode is Mode.EVAL or not found:
         found[plan.home] = None
+    for replicas in plan.evaluators:
+        if not found.keys().isdisjoint(replicas):
+            found.update(dict.fromkeys(replicas))
+    are_all |= plan.placed.graph.mode is Mode.PREDICT
     if are_all or plan.placed.graph.asks:  # who reads the rest depends on the answer
         found.update(dict.fromkeys(range(plan.num_workers)))
     return tuple(found)

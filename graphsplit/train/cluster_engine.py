@@ -20,7 +20,8 @@ from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import PlacementError
-from graphsplit.feeding.groups import Groups, refuse_change
+from graphsplit.feeding.feed import Feed
+from graphsplit.feeding.groups import refuse_change
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.left_by_steps import note_left, share_left, share_sizes, share_written
 from graphsplit.feeding.sent_batches import targets_home
@@ -172,8 +173,7 @@ class ClusterEngine(ClusterState):
             metric.reset()
         self.pass_milestone()
         home = num_steps = 0
-        one_by_one = self.witness is not None
-        feed = self._leading.feed(Mode.EVAL, loader, FROM_THE_START, one_by_one=one_by_one)
+        feed = self._evaluate(Mode.EVAL, loader)
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
                 ran = self._timed(planned, division, feed.holders(planned), meanwhile)
@@ -211,22 +211,31 @@ class ClusterEngine(ClusterState):
 
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs, in its own structure, on every worker."""
-        (outputs,) = self._predict(Division(arguments, (arguments,)))
-        return outputs
-
-    def predict_each(self, batches: Iterable[Arguments]) -> list[Any]:
-        """The outputs for each batch; replicas run several at once."""
-        divisions: Iterator[Division] = (Division(batch, (batch,)) for batch in batches)
-        if self.witness is None:
-            divisions = Groups(divisions, partial(self._outlook, Mode.PREDICT))
-        return [outputs for division in divisions for outputs in self._predict(division)]
-
-    def _predict(self, division: Division) -> list[Any]:
+        division = Division(arguments, (arguments,))
         with evaluating(self._task.network):
             planned = self._leading.given(Mode.PREDICT, division, self._step)
-            ((phase, values),) = self._timed(planned, division, self._job.ranks, None)
-        pairs = zip(division.microbatches, values, strict=True)
-        return [_outputs(phase.planned, batch, of_batch) for batch, of_batch in pairs]
+            (outputs,) = self._predict(planned, division, self._job.ranks, None)
+        return outputs
+
+    def predict_loader(self, loader: Iterable[Any]) -> list[Any]:
+        """The outputs for each batch; replicas run several at once."""
+        self.pass_milestone()
+        feed, found = self._evaluate(Mode.PREDICT, loader), []
+        with evaluating(self._task.network):
+            for planned, division, meanwhile in feed:
+                holders = feed.holders(planned)
+                found += self._predict(planned, division, holders, meanwhile)
+        return found
+
+    def _predict(self, planned: PlannedStep, *batch: Any) -> list[Any]:
+        ((phase, values),) = self._timed(planned, *batch)
+        graph, numbers = phase.planned.plan.placed.graph, phase.planned.numbers
+        pairs = zip(values, phase.inputs, strict=True)
+        return [unflatten_outputs(graph, v, [*inputs], numbers) for v, inputs in pairs]
+
+    def _evaluate(self, mode: Mode, loader: Iterable[Any]) -> Feed:
+        is_seen = self.witness is not None
+        return self._leading.feed(mode, loader, FROM_THE_START, one_by_one=is_seen)
 
     def _outlook(self, mode: Mode, signature: Signature) -> Outlook:
         with as_in(mode, self._task.network):

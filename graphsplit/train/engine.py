@@ -11,7 +11,13 @@ import torch
 
 from graphsplit.batches import step_functions
 from graphsplit.batches.microbatches import Division
-from graphsplit.batches.signature import Arguments, num_samples, split_batch, targets_of
+from graphsplit.batches.signature import (
+    Arguments,
+    inputs_of,
+    num_samples,
+    split_batch,
+    targets_of,
+)
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
@@ -98,9 +104,9 @@ class Engine(StateHolder):
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs."""
 
-    def predict_each(self, batches: Iterable[Arguments]) -> list[Any]:
-        """The network's outputs for each of some batches, in their order."""
-        return [self.predict(batch) for batch in batches]
+    @abstractmethod
+    def predict_loader(self, loader: Iterable[Any]) -> list[Any]:
+        """The network's outputs for each batch of a loader, in their order."""
 
     @abstractmethod
     def optimizer_state_dicts(self) -> list[dict[str, Any]]:
@@ -286,6 +292,11 @@ class EagerEngine(Engine):
         run = step_functions.casting_to(self._task.autocast, step_functions.run_predict)
         with evaluating(self._task.network), torch.no_grad():
             return run(self._network, None, *args, **kwargs)
+
+    def predict_loader(self, loader: Iterable[Any]) -> list[Any]:
+        """Predict each batch, as it is read."""
+        has_loss_fn = self._task.loss_fn is not None
+        return [self.predict(inputs_of(batch, has_loss_fn=has_loss_fn)) for batch in loader]
 
     def group(self) -> WorkerGroup:
         """This process alone."""

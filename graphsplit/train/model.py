@@ -96,8 +96,8 @@ class Model(Shown, Steps):
             batch, or ``"microbatch"``, each microbatch over the batches. Replicas then exchange
             gradients once per step instead of once per batch; one gradient is held for each
             microbatch of a worker's own. ``docs/how-to/microbatches.md`` prints the loop.
-        reading: What replicas read of a loader's batches in ``train``: ``"rows"``, each its own
-            rows where that is safe (``docs/how-to/replicate-modules.md``), or ``"batches"``.
+        reading: What replicas read of a loader's batches: ``"rows"``, each its own rows where that
+            is safe (``docs/how-to/replicate-modules.md``), or ``"batches"``.
 
     Raises:
         ConfigurationError: An argument is not as above; or this is one process of several

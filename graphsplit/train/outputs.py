@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from graphsplit.batches.signature import Arguments, split_batch
+from graphsplit.batches.signature import Arguments
 from graphsplit.capture.graph import CapturedGraph, NodeKind
-from graphsplit.checkpoint.other_loaders import OtherLoaders
-from graphsplit.feeding.loader_checks import refuse_shares
 from graphsplit.planning.step_plan import total_loss
 
 
@@ -53,41 +51,6 @@ def predicted_loader(arguments: Arguments) -> Any:
     args, kwargs = arguments
     is_loader = len(args) == 1 and not kwargs and isinstance(args[0], (DataLoader, Iterator))
     return args[0] if is_loader else None
-
-
-@dataclass(frozen=True)
-class Predicting:
-    """The result of ``Model.predict``, for one input or for a whole loader.
-
-    Attributes:
-        predict: Runs the network once.
-        predict_each: Runs it for each of some batches.
-        others: Remembers what loaders remember.
-        has_loss_fn: Whether batches end in a target.
-    """
-
-    predict: Callable[[Arguments], Any]
-    predict_each: Callable[[Iterable[Arguments]], list[Any]]
-    others: OtherLoaders
-    has_loss_fn: bool
-
-    def outputs(self, arguments: Arguments) -> Any:
-        """The outputs; a list of each batch's where the arguments are a loader."""
-        loader = predicted_loader(arguments)
-        if loader is None:
-            return self.predict(arguments)
-        refuse_shares(loader, "predict")
-        self.others.begin(loader)
-        outputs = self.predict_each(self._inputs(batch) for batch in loader)
-        self.others.end(loader)
-        return outputs
-
-    def _inputs(self, batch: Any) -> Arguments:
-        is_input = isinstance(batch, (list, tuple)) and len(batch) == 1
-        if is_input or isinstance(batch, torch.Tensor):  # there is no target to leave out
-            return split_batch(batch, has_loss_fn=False)
-        args, kwargs = split_batch(batch, has_loss_fn=self.has_loss_fn)
-        return (args[:-1] if self.has_loss_fn else args), kwargs
 
 
 def unflatten_outputs(

@@ -26,7 +26,7 @@ from graphsplit.planning.task import Task
 from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.engine import Engine
 from graphsplit.train.metrics import Metric
-from graphsplit.train.outputs import Predicting
+from graphsplit.train.outputs import predicted_loader
 from graphsplit.train.training import TrainingLoop
 from graphsplit.witness import What
 
@@ -145,10 +145,14 @@ class Calls:
         """The outputs for one batch, or for each batch of a loader."""
         self._begin()
         with self._engine.guard():
-            has_loss_fn = self._task.loss_fn is not None
-            engine, others = self._engine, self._states.others
-            predicting = Predicting(engine.predict, engine.predict_each, others, has_loss_fn)
-            outputs = predicting.outputs((args, kwargs))
+            loader = predicted_loader((args, kwargs))
+            if loader is None:
+                outputs = self._engine.predict((args, kwargs))
+            else:
+                refuse_shares(loader, "predict")
+                self._states.others.begin(loader)
+                outputs = self._engine.predict_loader(loader)
+                self._states.others.end(loader)
             if self._engine.witness is not None:
                 self._engine.witness.predicted(outputs)
             return outputs

@@ -1,7 +1,8 @@
-"""In an evaluation each replica reads the batches that it runs, where that is safe."""
+"""In eval and predict each replica reads the batches that it runs, where that is safe."""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 from collections.abc import Callable
@@ -84,6 +85,18 @@ def evaluated(
     return [model.eval(data) for _ in range(EPOCHS)]
 
 
+def predicted(net: nn.Module, data: DataLoader[Any], **options: Any) -> list[Any]:
+    model = gs.Model(net, nn.CrossEntropyLoss(), None, **options)
+    return [model.predict(data) for _ in range(EPOCHS)]
+
+
+def plain_outputs(make: Data) -> list[Any]:
+    """The loop of predict in one process, without graphsplit."""
+    net, data = made().eval(), loader(make())
+    with torch.no_grad():
+        return [[net(x) for x, _ in data] for _ in range(EPOCHS)]
+
+
 def as_ever(rank: int, make: Data) -> Dataset[Any]:
     return make()
 
@@ -153,6 +166,82 @@ def test_decoding_is_divided(
     for number, share in zip(read, shares, strict=True):
         own, compared = 2 * NUM_SAMPLES * share, 2 * 12 * (1 - share)
         assert number <= NUM_SAMPLES + own + compared + 5 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("workers", "place", "shares"),
+    [
+        (2, pair, [1 / 2, 1 / 2]),
+        (2, uneven, [3 / 4, 1 / 4]),
+        (3, three, [1 / 3, 1 / 3, 1 / 3]),
+        (3, beside, [0, 1 / 2, 1 / 2]),
+    ],
+    ids=["pair", "uneven", "three", "head beside"],
+)
+def test_decoding_of_predict_is_divided(
+    workers: int, place: Any, shares: list[float], said: list[str]
+) -> None:
+    expected = plain_outputs(Counted)
+    found, read = on(workers, place, Counted, predicted)
+    for one in found:
+        assert difference(expected, one) is None
+    (line,) = said
+    assert line.startswith("each replica reads its own rows: worker")
+    for number, share in zip(read, shares, strict=True):
+        own, compared = 2 * NUM_SAMPLES * share, 2 * 12 * (1 - share)
+        assert number <= NUM_SAMPLES + own + compared + 5 * SIZE
+
+
+def split_in_two(net: Net) -> None:
+    net.body.place("MS_WORKER", 0)
+    net.head.place("MS_WORKER", 1)
+
+
+@pytest.mark.parametrize("call", ["eval", "predict"])
+@pytest.mark.parametrize("place", [pair, split_in_two])
+def test_all_go_on_reading_what_a_short_call_has_read(
+    call: str, place: Any, said: list[str]
+) -> None:
+    """Three batches are too few for each replica to run one; no worker has missed them."""
+
+    def look(net: Net, data: DataLoader[Any]) -> Any:
+        model = gs.Model(
+            *(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters()), metrics()),
+            microbatches=2,
+        )
+        for _ in range(3):
+            model.train(1, data)
+            getattr(model, call)(data)
+
+    _, read = on(2, place, lambda: EachRead(20), look)
+    assert not any("has not read all" in line for line in said)
+    assert max(read) <= 6 * 20
+    if place is split_in_two:
+        assert read == [6 * 20] * 2
+
+
+def test_an_iterator_of_inputs_is_predicted(said: list[str]) -> None:
+    def look(net: Net, data: DataLoader[Any]) -> Any:
+        model = gs.Model(net, nn.CrossEntropyLoss(), None)
+        batches = (x for x, _ in data)
+        return model.predict(itertools.islice(batches, 5)), list(batches)
+
+    found, _ = on(3, three, Counted, look)
+    data = loader(Counted())
+    batches, net = [x for x, _ in data], made().eval()
+    with torch.no_grad():
+        expected = [net(x) for x in batches[:5]], batches[5:]
+    for one in found:
+        assert difference(expected, one) is None
+    assert said == []
+
+
+def test_loaders_of_predict_that_disagree_are_found() -> None:
+    def for_rank(rank: int, make: Any) -> Any:
+        return Other() if rank else Counted()
+
+    with pytest.raises(LoaderMismatchError, match="or the row that all read has other values"):
+        on(2, pair, Counted, predicted, for_rank=for_rank)
 
 
 def test_a_loader_with_processes_is_divided(said: list[str]) -> None:

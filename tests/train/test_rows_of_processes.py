@@ -185,7 +185,7 @@ def test_what_happens_later_in_a_process_ends_the_job_by_name(make: Any, what: s
 
 
 def test_others_read_whole_batches_of_processes_that_persist(said: list[str]) -> None:
-    """The script itself, and predict, between two epochs of own rows."""
+    """The script itself between two epochs of own rows; and predict, which has rows of its own."""
 
     def script(rank: int) -> Any:
         net = made()
@@ -204,4 +204,5 @@ def test_others_read_whole_batches_of_processes_that_persist(said: list[str]) ->
 
     for found in ThreadCluster(script, 2, is_recoverable=False).run():
         assert found == [[16, 16, 13]] * 6
-    assert len(said) == 1 and said[0].startswith("each replica reads its own rows")
+    rows = "each replica reads its own rows: worker 0"
+    assert [line.split(",")[0] for line in said] == [f"{rows} 8 of 16", f"{rows} 16 of 32"]
