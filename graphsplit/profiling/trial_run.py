@@ -1,11 +1,13 @@
 """The costs of a plan's segments, tried in this process on one batch before training.
 
 Each segment runs forward and backward as its worker would run it, one after the other, on copies of
-what it modifies. What messages take is assumed.
+what it modifies; then a new optimizer of the same class steps copies of each worker's parameters.
+What messages take is assumed, and what graphsplit does beside computing.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,13 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.segments.code import build_code
 from graphsplit.schedule.costs import Costs
-from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
+from graphsplit.schedule.estimates import (
+    BETWEEN_S,
+    RECEIVE_S,
+    SEND_S,
+    estimated_costs,
+    with_weights_apart,
+)
 from graphsplit.schedule.simulation.timeline import Timeline
 from graphsplit.text import align
 from graphsplit.viz.report import seconds_in_words
@@ -33,7 +41,10 @@ class NotTriedError(Exception):
 
 
 def tried_costs(
-    plan: PartitionPlan, state: Mapping[str, torch.Tensor], inputs: Sequence[Any]
+    plan: PartitionPlan,
+    state: Mapping[str, torch.Tensor],
+    inputs: Sequence[Any],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> Costs:
     """Costs of computing, measured here; those of moving as they are assumed everywhere.
 
@@ -43,6 +54,7 @@ def tried_costs(
         plan: The plan.
         state: Parameters and buffers by name.
         inputs: The flattened inputs.
+        optimizers: They step the parameters. Those of ``torch.optim`` are tried.
 
     Raises:
         NotTriedError: Something that the plan needs is not here, or would leave a trace.
@@ -57,6 +69,7 @@ def tried_costs(
             trial.run(is_timed=run > 0 or time.perf_counter() - began > _ENOUGH_S)
             if run and time.perf_counter() - began > _ENOUGH_S:
                 break
+        optimizer_s = _optimizer_seconds(plan, state, optimizers)
     assumed = estimated_costs(plan)
     found = Costs(
         forward=trial.forward,
@@ -64,9 +77,50 @@ def tried_costs(
         backward_weight={},
         activations=assumed.activations,
         links=assumed.links,
+        optimizer=optimizer_s,
+        send=dict.fromkeys(range(len(plan.edges)), SEND_S),
+        receive=dict.fromkeys(range(len(plan.edges)), RECEIVE_S),
+        between=dict.fromkeys(range(plan.num_workers), BETWEEN_S),
         source="measured on this batch",
     )
     return with_weights_apart(plan, found)
+
+
+def is_tried(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a new one may be made of it: what users wrote could leave something behind."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _optimizer_seconds(
+    plan: PartitionPlan,
+    state: Mapping[str, torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, float]:
+    """Seconds that each worker's optimizers take for what it trains."""
+    placed, found = plan.placed, dict[int, float]()
+    trained = [
+        (placed.workers[position], state[node.target])
+        for position, node in enumerate(placed.graph.nodes)
+        if node.is_state and node.asks_grad
+    ]
+    for worker, optimizer in itertools.product(range(plan.num_workers), optimizers):
+        own = {id(tensor) for owner, tensor in trained if owner == worker}
+        groups = [
+            {**group, "params": [_with_gradient(p) for p in group["params"] if id(p) in own]}
+            for group in optimizer.param_groups
+        ]
+        groups = [group for group in groups if group["params"]]
+        if groups and is_tried(optimizer):
+            fresh = type(optimizer)(groups)
+            seconds = [_timed(fresh.step)[0] for _ in range(_MAX_RUNS)]
+            found[worker] = found.get(worker, 0.0) + min(seconds[1:])
+    return found
+
+
+def _with_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    found = parameter.detach().clone().requires_grad_()
+    found.grad = torch.zeros_like(found)
+    return found
 
 
 def _values(

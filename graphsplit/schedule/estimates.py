@@ -18,6 +18,9 @@ _WORK_PER_S = 3e10  # multiplications and additions of a core
 _BYTES_PER_S = 8e9  # that operations read and write
 _PER_OPERATION_S = 5e-6
 _APART_S = 100e-6  # what computing an operation's weight gradients apart takes in addition
+# Processor time of graphsplit itself, as a profile of LeNet shows it: of a message at both of its
+# ends, and between two steps (ticket, guards, loader, gradients that become zero).
+SEND_S, RECEIVE_S, BETWEEN_S = 40e-6, 20e-6, 400e-6
 LINK = LinkCost(latency_s=30e-6, bytes_per_s=2e9)
 
 

@@ -31,6 +31,7 @@ from graphsplit.profiling.trial_run import (
     NotTriedError,
     bounding_line,
     compute_lines,
+    is_tried,
     tried_costs,
 )
 from graphsplit.program.lower import StepPart, WorkerProgram
@@ -113,11 +114,14 @@ class Explainer:
         state = named_state(self._task.network, self._task.loss_fn)
         number = len(division.microbatches)
         try:
-            costs = tried_costs(plan, state, leaves(division.microbatches[0]))
+            first = leaves(division.microbatches[0])
+            costs = tried_costs(plan, state, first, self._task.optimizers)
         except NotTriedError as why:
             return plan, [], [], [f"not known: {why}; model.profile() measures a job"]
         if links is not None:
             costs = with_links(costs, links, plan.num_workers)
+        own = [type(one).__name__ for one in self._task.optimizers if not is_tried(one)]
+        untried = f", {own[0]} not counted" if own else ""
         predicted = simulate(plan, programs, costs, num_steps=2, leader=consumers_of(plan)[0])
         return (
             plan,
@@ -125,8 +129,8 @@ class Explainer:
             message_lines(plan, programs, costs, predicted.step_s) if links is not None else [],
             [
                 f"predicted {seconds_in_words(predicted.step_s)}; computing measured on this batch "
-                f"in one process, messages {'estimated' if links is None else 'by these links'}, "
-                f"no optimizer",
+                f"in one process, messages {'estimated' if links is None else 'by these links'}"
+                f"{untried}",
                 bounding_line(predicted),
             ],
         )

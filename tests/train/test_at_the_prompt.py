@@ -19,6 +19,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, ConfigurationError, JobFailedError, PlacementError
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.planning.progress import SizesSeen
+from graphsplit.profiling.trial_run import tried_costs
 from graphsplit.train.training import TrainingInWords
 
 assert threads_as_workers
@@ -160,6 +161,7 @@ def test_explain_gives_seconds_and_the_worker_that_bounds_the_step():
     batch = torch.randn(64, 4), torch.zeros(64, dtype=torch.long)
     state = torch.get_rng_state()
     text = model.explain(*batch)
+    assert "not counted" not in text
     assert re.search(
         r"Compute, per step\n  worker +forward +backward +both +share\n +0 +[\d.]+ ms", text
     )
@@ -169,6 +171,21 @@ def test_explain_gives_seconds_and_the_worker_that_bounds_the_step():
     assert all(parameter.grad is None for parameter in net.parameters())
     assert torch.equal(state, torch.get_rng_state())
     assert repr(text) == text == f"{text}"  # a prompt shows its lines
+
+
+def test_explain_counts_optimizers_of_torch_and_names_another_one():
+    class Own(torch.optim.SGD):
+        """Not known to leave nothing behind."""
+
+    net = plain_net(place=True)
+    batch = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
+    model = gs.Model(net, nn.CrossEntropyLoss(), Own(net.parameters(), lr=0.1))
+    assert "messages estimated, Own not counted\n" in model.explain(*batch)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    plan, state = model._explainer._plan(batch, {}, method="explain"), dict(net.named_parameters())
+    costs = tried_costs(plan, state, batch, [adam(net)])
+    assert sorted(costs.optimizer) == [0, 1, 2] and min(costs.optimizer.values()) > 0
+    assert all(parameter.grad is None for parameter in net.parameters())
 
 
 @pytest.mark.parametrize(("batches", "epoch"), [(1, 2), (0, 1)])
