@@ -5,36 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
 
+import torch
 from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.function_modes import modes_of_users
 
 
-def refuse_around(is_cast: bool) -> NoReturn:
+def check_around(mode: Mode) -> None:
     """Refuse modes of torch around a step, before anything is told or planned.
 
-    Autocast would reach backward and the optimizer, on some operations only.
-
-    Args:
-        is_cast: Whether autocast is on; else gradients are off around a step of training.
+    Autocast would reach backward and the optimizer, on some operations only; a function mode would
+    see the calls of a capture, and none of those that steps make afterwards.
 
     Raises:
-        ConfigurationError: Always.
+        ConfigurationError: One is on; or gradients are off around a step of training.
     """
-    if is_cast:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ConfigurationError(
             "torch.autocast is on around a call of the Model; it would reach beyond network and "
             "loss\n"
             "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
         )
-    raise ConfigurationError(
-        "gradients are switched off around a step of training (torch.no_grad, "
-        "torch.set_grad_enabled, torch.inference_mode), where in plain PyTorch backward fails\n"
-        "  Fix: leave that out, or use it inside forward."
-    )
+    if mode is Mode.TRAIN and not torch.is_grad_enabled():
+        raise ConfigurationError(
+            "gradients are switched off around a step of training (torch.no_grad, "
+            "torch.set_grad_enabled, torch.inference_mode), where in plain PyTorch backward fails\n"
+            "  Fix: leave that out, or use it inside forward."
+        )
+    if found := modes_of_users():
+        raise ConfigurationError(
+            f"{type(found[0]).__name__}, a TorchFunctionMode, is on around a call of the Model, "
+            f"where it would not see what network and loss call\n"
+            f"  Fix: use it inside forward."
+        )
 
 
 def ensure_training(network: nn.Module) -> None:

@@ -32,7 +32,7 @@ from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.compared.writes import Writes, written_apart
 from graphsplit.planning.homes import check_homes, free_others, own_all, state_here
-from graphsplit.planning.modes import as_in, refuse_around
+from graphsplit.planning.modes import as_in, check_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
     all_owners,
@@ -140,9 +140,7 @@ class Planner:
 
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
-        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        if is_cast or (mode is Mode.TRAIN and not torch.is_grad_enabled()):
-            refuse_around(is_cast)
+        check_around(mode)
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 

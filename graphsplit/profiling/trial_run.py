@@ -111,8 +111,9 @@ def _optimizer_seconds(
         ]
         groups = [group for group in groups if group["params"]]
         if groups and is_tried(optimizer):
-            fresh = type(optimizer)(groups)
-            seconds = [_timed(fresh.step)[0] for _ in range(_MAX_RUNS)]
+            make: Any = type(optimizer)
+            step = make(groups).step
+            seconds = [_timed(step)[0] for _ in range(_MAX_RUNS)]
             found[worker] = found.get(worker, 0.0) + min(seconds[1:])
     return found
 

@@ -98,6 +98,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_get_current_function_mode_stack", "_push_mode", "_pop_mode"),
     ),
     *_of(
+        "torch.utils._device",
+        "a default device that the script enters is no mode that may do anything",
+        "DeviceContext",
+    ),
+    *_of(
         "torch._C",
         "functions of torch without __torch_function__ of stand-ins, and how deep the modes are",
         *("DisableTorchFunction", "DisableTorchFunctionSubclass", "_len_torch_function_stack"),

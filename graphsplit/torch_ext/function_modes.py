@@ -10,7 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 OURS = ("graphsplit.",)
-# What records; "torch.utils._device", which `with device:` enters, is the user's.
+_DEVICE = "torch.utils._device"  # what `with device:` and set_default_device enter: the user's
+# What records.
 TRACERS = (*OURS, "torch.fx.", "torch._export.", "torch.export.", "torch._dynamo.")
 
 
@@ -18,6 +19,21 @@ def modes_of_others(whose: Sequence[str]) -> tuple[TorchFunctionMode, ...]:
     """The active modes whose classes do not live in certain modules, outermost first."""
     stack = torch.overrides._get_current_function_mode_stack()
     return tuple(mode for mode in stack if not type(mode).__module__.startswith(tuple(whose)))
+
+
+def modes_of_users() -> tuple[TorchFunctionMode, ...]:
+    """The active modes of the script's that may do anything: default devices are none."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    return modes_of_others((*TRACERS, _DEVICE))
+
+
+def default_devices() -> tuple[str, ...]:
+    """The devices that the script has entered, for what torch makes without naming one."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    stack: tuple[Any, ...] = modes_of_others(TRACERS)
+    return tuple([str(mode.device) for mode in stack if type(mode).__module__ == _DEVICE])
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from equivalence_helpers import batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from simulated.simulate import SimulatedCluster
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from graphsplit.errors import PlanMismatchError
+from graphsplit.errors import ConfigurationError, PlanMismatchError
 from graphsplit.planning.task import Task
 
 SWITCHES: dict[str, tuple[Callable[[], object], str]] = {
@@ -37,6 +38,7 @@ def put_back() -> Iterator[None]:
     """Leave everything as it was."""
     precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     yield
+    torch.set_default_device(None)
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = benchmark
@@ -88,6 +90,69 @@ def test_all_workers_may_switch_between_steps() -> None:
         ),
         plan_everywhere=True,
     )
+
+
+class _Halving(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 0.5 if func is torch.relu else made
+
+
+def test_a_function_mode_around_a_step_is_refused_before_it_and_later() -> None:
+    cluster, arguments = SimulatedCluster(_task, 2), (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+
+    def step(worker: Any) -> None:
+        with _Halving():
+            worker.engine.train_step(worker.task.divider.divide_arguments(arguments))
+
+    for found in (cluster, SimulatedCluster(_task, 2)):
+        with pytest.raises(ConfigurationError, match="_Halving, a TorchFunctionMode, is on around"):
+            found.run(step)
+
+
+class _InForward(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with _Halving():
+            made: torch.Tensor = super().forward(torch.relu(x))
+        return made
+
+
+class _ByDevice(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x)
+        return made * (2 if torch.get_default_device().index == 0 else 3)
+
+
+def test_a_function_mode_in_forward_is_that_of_the_plain_loop() -> None:
+    assert_same_bits(
+        lambda: _InForward(nn.Linear(3, 4), nn.Linear(4, 4)),
+        batches_of(8, 3),
+        num_workers=2,
+        loss_fn=rows_against_target,
+    )
+
+
+def test_a_default_device_is_watched() -> None:
+    def task() -> Task:
+        torch.manual_seed(0)
+        net = _ByDevice(nn.Linear(3, 4), nn.Linear(4, 4))
+        return Task(net, rows_against_target, None, unplaced="affinity", with_loss=True)
+
+    cluster, (inputs, _) = SimulatedCluster(task, 2), batches_of(8, 3)[0]
+    net: Any = task().network
+    for device in ("cpu", "cpu:0", "cpu"):
+
+        def step(worker: Any, device: str = device) -> torch.Tensor:
+            with torch.device(device):
+                found: torch.Tensor = worker.engine.predict(((inputs,), {}))
+            return found
+
+        with torch.device(device), torch.no_grad():
+            expected = net(inputs)
+        assert all(torch.equal(found, expected) for found in cluster.run(step))
 
 
 class _Shared:
