@@ -43,7 +43,8 @@ class DynamicSize(int):
         return f"({self.text} <= {int(self)})"
 
 
-def _size(size: int | torch.SymInt) -> int:
+def bound_of(size: int | torch.SymInt) -> int:
+    """A size; ``DynamicSize`` of one that changes from batch to batch."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -75,7 +76,7 @@ class TensorMeta:
         Raises:
             OverflowError: A dynamic size has no bound.
         """
-        sizes, strides = map(_size, tensor.shape), map(_size, tensor.stride())
+        sizes, strides = map(bound_of, tensor.shape), map(bound_of, tensor.stride())
         return cls(tensor.dtype, tuple(sizes), tuple(strides), device_of(tensor))
 
     @property

@@ -70,11 +70,9 @@ def refuse_other_generators(job: Job) -> None:
 
 
 def distributed(network: nn.Module, job: Job) -> nn.Module:
-    """A network whose calls run over all workers; one that does so already stays as it is."""
-    if behind(network) is not None:
-        return network
-    found: Any = distribute(network)
-    if hasattr(found, "save_pretrained"):
+    """A network whose calls run over all workers, also one that the script has distributed."""
+    found: Any = network if behind(network) is not None else distribute(network)
+    if hasattr(found, "save_pretrained") and "save_pretrained" not in vars(found):
         _save_on_main(found, job)
     if hasattr(found, "generate"):
         found.generate = _refuse_generate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Container, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from graphsplit.logs import say
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.passes import is_placed
 from graphsplit.planning.task import Task
+
+_MANY = 5
 
 # Networks of which was said that nothing of them is placed.
 _known_unplaced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -35,6 +38,7 @@ class PlanningLines:
         self._name = type(task.network).__name__
         self._is_again = False
         self._told: set[str] = set()  # of plans
+        self._num_again: Counter[tuple[Mode, str]] = Counter()
 
     def begun(self, doing: str, mode: Mode, why_again: str = "") -> None:
         """Say what begins. ``graphsplit run`` shows it on a terminal while it lasts.
@@ -45,9 +49,16 @@ class PlanningLines:
             why_again: What is other than before, where there was such a step; else empty.
         """
         self._is_again |= bool(why_again)
-        if self._rank == 0 and bool(why_again) == self._is_again:  # one line for each further plan
-            again = f" again: {why_again}" if why_again else ""
-            say(f"{doing} the {mode.step} of {self._name}{again}", event=doing)
+        if self._rank != 0 or bool(why_again) != self._is_again:
+            return  # one line for each further plan
+        again = f" again: {why_again}" if why_again else ""
+        if why_again:
+            self._num_again[mode, why_again] += 1
+            if self._num_again[mode, why_again] == _MANY:
+                again += "; this is not told any more"
+            elif self._num_again[mode, why_again] > _MANY:
+                return
+        say(f"{doing} the {mode.step} of {self._name}{again}", event=doing)
 
     def planned(self, plan: PartitionPlan) -> None:
         """Say that a plan is ready to run; and, once, if nothing was placed in it.
@@ -97,9 +108,6 @@ def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-_MANY = 5
-
-
 class SizesSeen:
     """The sizes that plans were made for, of each kind of batch; tells once that they are many.
 
@@ -122,10 +130,11 @@ class SizesSeen:
         if changing:
             shown = ", ".join(f"{d}: {2 * largest}" for d, largest in changing.items())
             sizes = ", ".join(f"dimension {d} up to {n}" for d, n in changing.items())
+            call = "gs.distribute(net" if mode.keeps_outputs_home else "gs.Model(..."
             warn_users(
                 f"{_MANY} plans for {mode.value} were made for batches that differ in nothing but "
                 f"sizes ({sizes}); each size takes a capture of its own, which takes seconds\n"
-                f"  Fix: Model(..., dynamic_dims={{{shown}}}), with the largest sizes that come, "
+                f"  Fix: {call}, dynamic_dims={{{shown}}}), with the largest sizes that come, "
                 f"makes one plan for all; or pad the batches to a few sizes."
             )
 

@@ -24,13 +24,16 @@ def test_what_trainers_import_leaves_the_function_its_name() -> None:
     assert callable(gs.distribute)
 
 
-def test_generating_is_refused_by_name() -> None:
+@pytest.mark.parametrize("by_the_script", [False, True])
+def test_generating_is_refused_by_name(by_the_script: bool) -> None:
     def generating(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         job = joined.current()
         assert job is not None
         net = GPT2LMHeadModel(
             GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
         )
+        if by_the_script:  # to say which sizes change
+            gs.distribute(net, dynamic_dims={1: 8})
         net = distributed(net, job)
         assert distributed(net, job) is net
         yield net.generate(torch.zeros(1, 2, dtype=torch.long))

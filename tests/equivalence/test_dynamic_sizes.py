@@ -11,6 +11,7 @@ from simulated.equivalence import assert_same_bits
 from simulated.simulate import SimulatedCluster
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.capture.graph import Mode
 
 
@@ -221,3 +222,43 @@ def test_a_recurrent_layer_takes_batches_of_other_sizes() -> None:
         loss_fn=F.cross_entropy,
         dynamic_dims={0: 16},
     )
+
+
+class _NextToken(nn.Module):
+    """Reads its batch as it lies, and turned round on another worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        with gs.place("MS_WORKER", 2):
+            turned = scale.t()
+        x = self.embed(tokens) * turned.sin().t().unsqueeze(-1)
+        made: torch.Tensor = self.head(x).flatten(0, 1)
+        return made
+
+
+def test_batches_that_are_views_of_longer_ones_share_a_plan() -> None:
+    def place(net: nn.Module) -> None:
+        net.embed.place("MS_WORKER", 0)
+        net.head.place("MS_WORKER", 1)
+
+    def batch(length: int, beyond: int) -> tuple[torch.Tensor, ...]:
+        tokens = torch.randint(0, 50, (4, length + beyond), generator=generator)
+        scale = torch.randn(4, length + beyond, generator=generator)
+        return tokens[:, :length], scale[:, :length], tokens[:, 1 : length + 1]
+
+    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, target.flatten())
+
+    generator = torch.Generator().manual_seed(1)
+    cluster = assert_same_bits(
+        _NextToken,
+        [batch(*sizes) for sizes in ((7, 1), (30, 1), (2, 1), (12, 60), (9, 500), (5, 40))],
+        num_workers=3,
+        place=place,
+        loss_fn=loss_fn,
+        dynamic_dims={1: 32},
+    )
+    assert _num_plans(cluster, Mode.TRAIN) == 2  # a stride of 509 is beyond what buffers hold

@@ -147,8 +147,14 @@ def test_the_fifth_size_of_batches_tells_of_dynamic_dims():
     sizes = [Signature.of(((torch.zeros(n, 3), torch.zeros(2)), {})) for n in range(1, 8)]
     for signature in (*sizes[:4], *sizes[:4]):
         seen.note(Mode.PREDICT, signature)
-    with pytest.warns(UserWarning, match=r"5 plans for predict (.|\n)*dynamic_dims=\{0: 10\}"):
+    with pytest.warns(
+        UserWarning, match=r"5 plans for predict (.|\n)*gs.Model\(..., dynamic_dims=\{0: 10\}"
+    ):
         seen.note(Mode.PREDICT, sizes[4])
+    for signature in sizes[:4]:
+        seen.note(Mode.CALL, signature)
+    with pytest.warns(UserWarning, match=r"Fix: gs.distribute\(net, dynamic_dims=\{0: 10\}\)"):
+        seen.note(Mode.CALL, sizes[4])
     for signature in sizes:  # told once; and what was said to change is no news
         seen.note(Mode.PREDICT, signature)
         told.note(Mode.PREDICT, signature)
@@ -210,6 +216,7 @@ class MayDouble(nn.Module):
 
 
 @pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:5 plans for predict")
 def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
     def script(_: int) -> None:
         net = MayDouble()
@@ -217,7 +224,8 @@ def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
         model.predict(torch.ones(1, 2))
         model.predict(torch.ones(3, 2))
         net.doubles = True
-        model.predict(torch.ones(3, 2))
+        for rows in range(3, 10):
+            model.predict(torch.ones(rows, 2))
 
     with caplog.at_level("INFO", logger="graphsplit"):
         ThreadCluster(script, 2).run()
@@ -228,6 +236,10 @@ def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
         "planned the predict step of MayDouble: 1 segment, 1 worker",
         "capturing the predict step of MayDouble again: the batch has other shapes or dtypes",
         "capturing the predict step of MayDouble again: net.doubles was False, is True",
+        *("capturing the predict step of MayDouble again: the batch has other shapes or dtypes",)
+        * 3,
+        "capturing the predict step of MayDouble again: the batch has other shapes or dtypes; "
+        "this is not told any more",
     ]
 
 

@@ -22,6 +22,7 @@ from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evalua
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.frames import users_line_of_node
 from graphsplit.guards.values import SYMBOLIC
+from graphsplit.tensor_meta import bound_of
 from graphsplit.torch_ext.private import pytree
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class DynamicSizes:
                 dict.fromkeys(environment.replace(g.expr) for g in environment.guards)
             )
             known = {symbol for leaf in inputs for size in leaf or () for symbol in _symbols(size)}
+            _bound_strides(environment, values)
             bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
             ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
         numbers = tuple(_number(n) for n in program.graph.nodes if is_number(n))
@@ -193,6 +195,25 @@ class DynamicSizes:
             else:
                 found[name] = evaluate(how, symbols)
         return {name: _plain(number) for name, number in found.items()}
+
+
+def _bound_strides(environment: Any, leaves: Sequence[Any]) -> None:
+    """Give a largest value to strides that are numbers of their own, as of ``tokens[:, :-1]``.
+
+    Buffers between workers are made for the largest layout. A batch beyond it gets another plan.
+    """
+    for leaf in leaves:
+        for stride in leaf.stride() if isinstance(leaf, torch.Tensor) else ():
+            symbol = expression_of(stride)
+            found = environment.var_to_range.get(symbol)
+            if found is not None and math.isinf(float(found.upper)):
+                largest = 2 * max(_example(stride), math.prod(map(bound_of, leaf.shape)))
+                environment.var_to_range[symbol] = type(found)(found.lower, largest)
+
+
+def _example(size: Any) -> int:
+    """What a size is in the batch that was recorded; to ask the size itself would fix it."""
+    return int(size.node.hint)
 
 
 @dataclass(frozen=True)
