@@ -212,7 +212,7 @@ def _bound_strides(environment: Any, leaves: Sequence[Any]) -> None:
 
 
 def _example(size: Any) -> int:
-    """What a size is in the batch that was recorded; to ask the size itself would fix it."""
+    """A size in the batch that was recorded; to ask the size itself would fix it."""
     return int(size.node.hint)
 
 
