@@ -106,8 +106,9 @@ class Elsewhere(StandIn):
             # A state that was read from a file is loaded by the Model: each takes what it owns.
             is_told = caller is not _LOADING or isinstance(args[1], Elsewhere)
             if func in WRITES and is_told:
-                with_history = _writes_history(written, (args[1:], kwargs))
-                _move(written, (args[1:], kwargs))
+                operands = args[1:], _with(kwargs, "tensor", None)
+                with_history = _writes_history(written, operands)
+                _move(written, operands)
                 if with_history and isinstance(written, Elsewhere):
                     setattr(written, HISTORY, True)
             if isinstance(written, Elsewhere) and is_told:

@@ -25,10 +25,11 @@ _ATTRIBUTE: Any = torch.Tensor.data
 
 
 _GRADIENT: Any = torch.Tensor.grad
+_HISTORY: Any = torch.Tensor.grad_fn
 
 
 class DataIsDetached(TorchCalls):
-    """Reads ``.data`` as ``.detach()``, and refuses to set it, and to read gradients."""
+    """Reads ``.data`` as ``.detach()``; refuses to set it, to read gradients, hooks on nodes."""
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,7 +50,31 @@ class DataIsDetached(TorchCalls):
                 f"  Fix: read it between steps, or in a callback, and keep what counts in an "
                 f"attribute."
             )
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if function == _HISTORY.__get__ and found is not None and _is_asked_by_user():
+            return _Node(found)
+        return found
+
+
+class _Node:
+    """A node of autograd's graph, as code that is captured sees it: hooks on it would be lost."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise CaptureError(
+                f"forward or loss registers a hook on a node of autograd's graph (grad_fn), which "
+                f"would be lost\n"
+                f"  {users_line_now()}\n"
+                f"  Fix: register one on the value, by its register_hook, or keep the module or "
+                f"function that does it whole, with gs.opaque."
+            )
+        found = getattr(self._node, name)
+        if name == "next_functions":
+            return tuple((node and _Node(node), number) for node, number in found)
+        return found
 
 
 def _is_asked_by_user() -> bool:

@@ -244,6 +244,19 @@ def test_a_gradient_that_forward_reads_is_refused(held: Callable[..., torch.Tens
     assert ".grad is not None" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["register_hook", "register_prehook"])
+def test_a_hook_on_a_node_of_autograd_s_graph_is_refused(name: str) -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        node: Any = net.fc(x).sum().grad_fn
+        assert "Sum" in node.name()
+        getattr(node.next_functions[0][0], name)(lambda *given: None)
+        return net.fc(x).sum()
+
+    with pytest.raises(CaptureError, match=r"on a node of autograd's graph \(grad_fn\)") as caught:
+        of(run)
+    assert "by its register_hook" in str(caught.value)
+
+
 def test_reading_data_is_reading_a_detached_view() -> None:
     def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
         net.fc.weight.data.clamp_(-1, 1)

@@ -108,6 +108,7 @@ CHANGES: dict[str, Change] = {
     "an entry": lambda step, net, loss: net.late.__setitem__(step % 4, 0.5),
     "a copy": lambda step, net, loss: net.late.copy_(torch.full((4,), 0.5 + step)),
     "a constant": lambda step, net, loss: nn.init.constant_(net.late, step),
+    "a constant weight": lambda step, net, loss: nn.init.constant_(net.second.bias, 0.1 * step),
     "statistics": lambda step, net, loss: net.bn.reset_running_stats(),
     "all parameters": _decay,
     "an average": _average,
