@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -114,19 +114,34 @@ class Costs:
 # How long computations and messages take while a rule is played.
 
 
-class UnitClock:
-    """A forward takes one unit, a backward two, each part of one that is split takes one.
+class EvenClock:
+    """A clock for where no costs are known: all workers take equally long for a step.
 
-    Messages, and adding up the gradient of a shared parameter, take none.
+    Whoever placed the modules knew what is slow: who has few of them, or shares one with other
+    replicas, has the long ones. On each worker a forward takes one unit, a backward two, each part
+    of one that is split takes one. Messages, and adding up gradients, take none.
+
+    Args:
+        computed: All computations of a step, each with its worker.
     """
 
-    def seconds(self, instruction: Instruction, worker: int) -> float:
-        """How long a worker computes."""
-        return UNITS.get(instruction.opcode, 0)
+    def __init__(self, computed: Iterable[tuple[int, Instruction]]) -> None:
+        loads: dict[int, int] = {}
+        for worker, instruction in computed:
+            loads[worker] = loads.get(worker, 0) + UNITS.get(instruction.opcode, 0)
+        most = max(loads.values(), default=0)
+        self._units = {w: most * _FINE // load for w, load in loads.items() if load}
 
-    def delay(self, instruction: Instruction, source: int, destination: int) -> float:
+    def seconds(self, instruction: Instruction, worker: int) -> int:
+        """How long a worker computes."""
+        return UNITS.get(instruction.opcode, 0) * self._units.get(worker, 0)
+
+    def delay(self, instruction: Instruction, source: int, destination: int) -> int:
         """How long what was computed is on its way to another worker."""
         return 0
+
+
+_FINE = 720_720  # whole numbers, so that what takes equally long ends at one moment
 
 
 @dataclass(frozen=True)
@@ -169,4 +184,4 @@ class CostClock:
         return link.seconds(self.sizes.get((is_gradient, instruction.operand, destination), 0))
 
 
-Clock = UnitClock | CostClock
+Clock = EvenClock | CostClock

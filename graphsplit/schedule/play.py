@@ -2,7 +2,8 @@
 
 Whenever a worker is free it runs, of what can run there, what the rule prefers. The order in which
 things ran is the schedule: it fits any graph, and it cannot deadlock, since it has just run. The
-clock is one on which a forward takes one unit and a backward two, or that of measured costs.
+clock is that of measured costs, or one on which a backward takes twice as long as a forward, and
+all workers equally long.
 
 Each segment meets the microbatches in their order, forward and backward, and gradients are added in
 that order. Those of several lanes take turns, so that the replicas behind them work at the same
@@ -25,7 +26,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.segments import Segment
 from graphsplit.program.event_loop import EventLoop
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.schedule.costs import Clock, UnitClock
+from graphsplit.schedule.costs import Clock, EvenClock
 from graphsplit.schedule.tasks import BETWEEN_LANES, Tasks
 
 
@@ -131,19 +132,18 @@ def play(
     plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock | None = None
 ) -> tuple[Sequence[Instruction], ...]:
     """The compute of all workers, each in the order to run it."""
-    return _RulePlay(plan, num_microbatches, rule, clock or UnitClock()).orders_of_all()
+    return _RulePlay(plan, num_microbatches, rule, clock).orders_of_all()
 
 
 class _RulePlay(EventLoop):
     """Plays a rule through."""
 
     def __init__(
-        self, plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock
+        self, plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock | None
     ) -> None:
         super().__init__(plan.num_workers)
         self.plan = plan
         self.rule = rule
-        self.clock = clock
         self.num_microbatches = num_microbatches
         self.turns = _turns(plan, num_microbatches)
         first, last = rule.ends or (num_microbatches, 0)
@@ -152,6 +152,7 @@ class _RulePlay(EventLoop):
         self.followers = self.tasks.followers()
         self.worker_of = {task: self.tasks.worker_of(task) for task in self.tasks.waits}
         self.missing: dict[Instruction, int] = dict(self.tasks.instructions(num_microbatches))
+        self.clock = clock or EvenClock((self._worker(one), one) for one in self.missing)
         workers = range(plan.num_workers)
         self.group = len(set(self.worker_of.values())) if rule.in_groups else 1
         self.late = self.tasks.late()

@@ -12,6 +12,8 @@ from simulated.simulate import Captures
 from torch import nn
 
 from graphsplit.program.instruction import BACKWARD, Opcode
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.simulation.simulate import simulate
 
 _captures = Captures()
 _OWN = (Opcode.FORWARD, *BACKWARD)
@@ -63,3 +65,24 @@ def test_replicas_behind_one_worker_get_their_microbatches_in_turn(
         for one in instructions[2:]:  # behind the borrowed parameters: nothing of the other one
             if one.opcode is Opcode.RECEIVE:
                 assert planned.plan.edges[one.operand].source == 0, rank
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_replicas_of_a_slow_piece_do_not_wait_for_what_is_around_it(schedule: str) -> None:
+    """The worker around it has more segments, and is free for most of a step all the same."""
+    cluster = assert_same_bits(
+        _net,
+        batches_of(16, 6, num=2),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=_place,
+        microbatches=8,
+        schedule=schedule,
+        captures=_captures,
+    )
+    planned = next(iter(cluster.workers[0].planner._plans.values()))
+    forward = {s.index: 8.0 if s.worker else 1.0 for s in planned.plan.segments}
+    costs = Costs(forward, {index: 2 * seconds for index, seconds in forward.items()}, {})
+    step_s = simulate(planned.plan, planned.programs, costs, num_steps=3).step_s
+    first_and_last = 2 + 4
+    assert step_s <= 1.05 * (4 * (8 + 16) + first_and_last)
