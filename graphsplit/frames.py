@@ -143,14 +143,15 @@ def where_defined(code: CodeType) -> str:
 
 def short_path(file: str) -> str:
     """A path as seen from the working folder, if it is below that."""
-    return os.path.relpath(file) if _is_below_here(file) else file
-
-
-def _is_below_here(file: str) -> bool:
     try:
-        return file.startswith(f"{os.getcwd()}{os.sep}")
+        return _below(os.getcwd(), file)
     except OSError:  # the folder is gone
-        return False
+        return file
+
+
+@functools.lru_cache(maxsize=4096)  # asked for each value that a capture notes
+def _below(folder: str, file: str) -> str:
+    return os.path.relpath(file, folder) if file.startswith(f"{folder}{os.sep}") else file
 
 
 def shows_all(environ: Mapping[str, str]) -> bool:

@@ -236,9 +236,11 @@ def _own_error(step: _Step, request: CaptureRequest, error: Exception) -> OwnErr
 
 
 def _export(step: _Step, request: CaptureRequest) -> torch.export.ExportedProgram:
+    from graphsplit.torch_ext.exporting import only_what_is_read
+
     arguments = (request.args, dict(request.kwargs))
     shapes = dynamic_shapes(arguments, request.dynamic_dims) if request.dynamic_dims else None
-    with modules_in_two_places():
+    with modules_in_two_places(), only_what_is_read():
         return torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
 
 

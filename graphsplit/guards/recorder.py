@@ -337,8 +337,23 @@ class ReadRecorder(ValueVisitor):
 
     def _read(self, one: Any, name: str, value: Any) -> None:
         """An attribute was read; ``MISSING`` if there is none."""
-        if self._is_off or self._is_paused():
+        if self._is_off:
             return
+        # Each call below would be told to what watches the user's code, ten times its own cost.
+        seen_by, traced_by = sys.getprofile(), sys.gettrace()
+        is_ours = isinstance(seen_by, MethodType)  # a profiler in C, of the script, goes on
+        if is_ours:
+            sys.setprofile(None)
+        sys.settrace(None)
+        try:
+            if not self._is_paused():
+                self._note_attribute(one, name, value)
+        finally:
+            sys.settrace(traced_by)
+            if is_ours:
+                sys.setprofile(seen_by)
+
+    def _note_attribute(self, one: Any, name: str, value: Any) -> None:
         if name in _ALL_READ:
             self._read_all_of(one)
         if name in _ALL_READ or name in _NOT_READ:
@@ -355,12 +370,6 @@ class ReadRecorder(ValueVisitor):
             return  # what holds the network and the loss
         if held is not None and not isinstance(one, torch.Tensor):  # planning moves tensors
             self.touched[id(held)] = one
-        # Each call below would be told to what watches the user's code, ten times its own cost.
-        seen_by, traced_by = sys.getprofile(), sys.gettrace()
-        is_ours = isinstance(seen_by, MethodType)  # a profiler in C, of the script, goes on
-        if is_ours:
-            sys.setprofile(None)
-        sys.settrace(None)
         self._is_off = True
         try:
             place = self._place_of(one, held, name, value)
@@ -374,13 +383,10 @@ class ReadRecorder(ValueVisitor):
                 self._seen[id(one), name] = one
         finally:
             self._is_off = False
-            sys.settrace(traced_by)
-            if is_ours:
-                sys.setprofile(seen_by)
 
     def _read_all_of(self, one: Any) -> None:
         """``vars(one)`` or a copy may be used for anything; torch takes those of modules often."""
-        asker: Any = sys._getframe(3)
+        asker: Any = sys._getframe(4)
         while is_own(asker.f_code.co_filename) or asker.f_code.co_name == "__getattribute__":
             asker = asker.f_back  # a watched ``vars``, and a class's own way to read
         held = own_dictionary(one)
@@ -461,7 +467,7 @@ class ReadRecorder(ValueVisitor):
         """The item that the reading code asks the value for at once; None for all of it."""
         if not isinstance(value, (list, dict, SimpleNamespace)):
             return None
-        frame: Any = sys._getframe(3)
+        frame: Any = sys._getframe(4)
         if is_own(frame.f_code.co_filename):
             return None
         asked = facts_of(frame.f_code).items.get(frame.f_lasti)

@@ -117,6 +117,19 @@ CONTRACT: tuple[PrivateName, ...] = (
     # torch.export: torch/export/_trace.py, torch/_export/passes, torch/_higher_order_ops.
     *_of("torch.export._trace", "prints its failure; graphsplit's error says it instead", "sys"),
     *_of(
+        "torch.fx._lazy_graph_module",
+        "code of a graph that nobody runs is not made (exporting.py)",
+        *("_use_lazy_graph_module", "_LazyGraphModule"),
+    ),
+    *_of(
+        "torch",
+        "left out of a capture, or looked for in its graph: nobody reads it (exporting.py)",
+        "export.exported_program._create_graph_module_for_export",
+        "export._trace._replace_unbacked_bindings",
+        "fx.experimental.proxy_tensor._extract_tensor_metadata",
+        *("_export.utils.insert_deferred_runtime_asserts", "_assert_scalar"),
+    ),
+    *_of(
         "torch._export.passes",
         "pack no_grad and autocast blocks into subgraphs; here the blocks' marks stay (regions.py)",
         "replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass",

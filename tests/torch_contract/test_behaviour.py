@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental import symbolic_shapes
 from torch.utils import checkpoint
 
 from graphsplit.torch_ext import private
+from graphsplit.torch_ext.exporting import only_what_is_read
 
 
 class _Blocks(nn.Module):
@@ -121,6 +123,43 @@ def test_export_packs_blocks_otherwise() -> None:
     targets = _operators(_Blocks())
 
     assert private.set_grad_enabled not in targets
+
+
+class _Sizes(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] > 1)
+        h = x.reshape(-1, x.shape[1]) * x.shape[0]
+        return torch.cond(h.sum() > 0, lambda: h + 1, lambda: h - 1) @ y
+
+
+@pytest.mark.parametrize("sizes", [None, torch.export.Dim("rows", min=2, max=8)])
+def test_export_records_the_same_where_it_leaves_out_what_nobody_reads(sizes: Any) -> None:
+    arguments = (torch.ones(3, 4), torch.ones(4, 2))
+    shapes = None if sizes is None else ({0: sizes}, None)
+    whole = torch.export.export(_Sizes(), arguments, dynamic_shapes=shapes, strict=False)
+    with only_what_is_read():
+        program = torch.export.export(_Sizes(), arguments, dynamic_shapes=shapes, strict=False)
+
+    assert str(program.graph) == str(whole.graph)
+    assert program.graph_signature == whole.graph_signature
+    assert torch.equal(program.module()(*arguments), whole.module()(*arguments))
+
+
+def test_export_makes_no_code_and_no_second_description_of_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("code was made of a graph")
+
+    looked: list[str] = []
+    for name in ("_free_unbacked_symbols_with_path", "free_unbacked_symbols"):
+        monkeypatch.setattr(symbolic_shapes, name, lambda *_, name=name, **__: looked.append(name))
+    monkeypatch.setattr(torch.fx.Graph, "python_code", make)
+    with only_what_is_read():
+        program = torch.export.export(nn.Linear(2, 2), (torch.ones(2, 2),), strict=False)
+
+    assert looked == []
+    assert {node.meta.get("tensor_meta") for node in program.graph.nodes} == {None}
 
 
 def test_a_checkpoint_that_is_not_reentrant_is_one_generator(

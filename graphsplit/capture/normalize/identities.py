@@ -22,29 +22,31 @@ _IN_PARTS = "CompositeImplicitAutograd"
 
 def remove_identities(graph: Graph) -> None:
     """Let the users of a freshly exported graph's identities use the operands."""
+    known: dict[Any, Any] = {}  # the same operation on operands of the same form: run once
     for node in list(graph.nodes):
         if not _may_be_identity(node):
             continue
-        result, operands = _run(node)
+        form = _form(node)
+        if form not in known or form is None:
+            known[form] = _run(node)
+        found, operands = known[form], node.all_input_nodes
         had_users = bool(node.users)
-        if isinstance(result, torch.Tensor):
-            _replace(node, result, operands)
-        elif isinstance(result, (list, tuple)):
+        if isinstance(found, list):
             for user in list(node.users):
                 if user.target is operator.getitem:
-                    _replace(user, result[user.args[1]], operands)
+                    _replace(user, found[user.args[1]], operands)
+        else:
+            _replace(node, found, operands)
         if had_users and not node.users:
             graph.erase_node(node)
     graph.lint()
 
 
-def _replace(node: Node, result: Any, operands: list[tuple[Node, torch.Tensor]]) -> None:
-    for operand, tensor in operands:
-        if tensor is result:
-            node.replace_all_uses_with(operand)
-            if node.target is operator.getitem:
-                node.graph.erase_node(node)
-            return
+def _replace(node: Node, found: int | None, operands: list[Node]) -> None:
+    if found is not None:
+        node.replace_all_uses_with(operands[found])
+        if node.target is operator.getitem:
+            node.graph.erase_node(node)
 
 
 def _may_be_identity(node: Node) -> bool:
@@ -70,8 +72,21 @@ def _look(node: Node) -> Any:
     return value.dtype, str(value.shape)  # dynamic sizes are alike where their expressions are
 
 
-def _run(node: Node) -> tuple[Any, list[tuple[Node, torch.Tensor]]]:
-    """Run an operation on fake tensors; returns its result, and the operands it was given."""
+def _form(node: Node) -> Any:
+    """All that an operation's result on fake tensors depends on; None where that is not known."""
+    positions = {operand: f"%{i}" for i, operand in enumerate(node.all_input_nodes)}
+    values = [value_of(operand) for operand in positions]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    shapes = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values)
+    if not all(type(n) is int for shape, strides, *_ in shapes for n in (*shape, *strides)):
+        return None
+    arguments = torch.fx.map_arg((node.args, node.kwargs), positions.__getitem__)
+    return node.target, repr(arguments), shapes
+
+
+def _run(node: Node) -> int | list[int | None] | None:
+    """Run an operation on fake tensors; returns which operand the result, or each of it, is."""
     given: dict[Node, Any] = {}
 
     def run() -> Any:
@@ -85,5 +100,11 @@ def _run(node: Node) -> tuple[Any, list[tuple[Node, torch.Tensor]]]:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), given.__getitem__)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    def operand_of(result: Any) -> int | None:
+        same = (i for i, operand in enumerate(given.values()) if operand is result)
+        return next(same, None) if isinstance(result, torch.Tensor) else None
+
     result = on_fakes(node, run)  # what needs values is no identity
-    return result, [(n, v) for n, v in given.items() if isinstance(v, torch.Tensor)]
+    if isinstance(result, (list, tuple)):
+        return [operand_of(one) for one in result]
+    return operand_of(result)

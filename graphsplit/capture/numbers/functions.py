@@ -96,7 +96,7 @@ def computed_with(lifted: Lifted) -> Iterator[None]:
     if not lifted.places:
         yield
         return
-    from graphsplit.torch_ext.private_symbolic import SymNode
+    from graphsplit.torch_ext.exporting import SymNode
 
     found = _Arguments(lifted)
     with ExitStack() as stack:

@@ -181,7 +181,7 @@ def _stand_in(value: Any, symbols: list[Any], target: Any, args: Any, name: str)
     """The symbolic number that stands for a value; its symbol is added to others."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-    from graphsplit.torch_ext.private_symbolic import ConstantSource
+    from graphsplit.torch_ext.exporting import ConstantSource
 
     fake_mode: Any = active_fake_mode()
     environment, tracer = fake_mode.shape_env, get_proxy_mode().tracer  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ def evaluate(expression: Any, symbols: Symbols) -> Any:
         return int(expression)
     if getattr(expression, "is_Boolean", False) and not expression.free_symbols:
         return bool(expression)
-    from graphsplit.torch_ext.private_symbolic import PythonReferenceAnalysis, sympy_interp
+    from graphsplit.torch_ext.exporting import PythonReferenceAnalysis, sympy_interp
 
     return sympy_interp(PythonReferenceAnalysis, symbols, expression)
 

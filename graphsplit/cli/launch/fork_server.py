@@ -40,7 +40,7 @@ _NEEDED = (
     "graphsplit.train.model",
     "graphsplit.recovery.install",
     "graphsplit.capture.export",
-    "graphsplit.torch_ext.private_symbolic",
+    "graphsplit.torch_ext.exporting",
     "graphsplit.transport.grpc.transport",
     "grpc",
 )

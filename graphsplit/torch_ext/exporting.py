@@ -1,0 +1,85 @@
+"""The parts of ``torch.export``: private names about symbolic sizes, and what is left out of it.
+
+It stands apart because it imports sympy and the compiler's front end, which takes its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._export import utils as passes
+from torch.export import _trace as trace
+from torch.export import exported_program
+from torch.fx import GraphModule, _lazy_graph_module
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.sym_node import SymNode
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from graphsplit.torch_ext.replaced import replaced
+
+__all__ = [
+    "ConstantSource",
+    "PythonReferenceAnalysis",
+    "SymNode",
+    "only_what_is_read",
+    "sympy_interp",
+]
+
+# What the pass that inserts checks of sizes looks for, besides symbols.
+_CHECKS = frozenset(
+    (
+        torch._check,
+        torch._assert_scalar,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten.sym_constrain_range.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+    )
+)
+
+
+@contextmanager
+def only_what_is_read() -> Iterator[None]:
+    """Let ``torch.export`` leave out what nobody reads: a seventh of a capture's time.
+
+    It makes code of each graph four times, which does not run; it describes each value once more
+    than by a fake tensor; and it looks for symbols in every value where no size has one.
+    """
+    with (
+        _lazy_graph_module._use_lazy_graph_module(True),
+        replaced(exported_program, "_create_graph_module_for_export", _without_code),
+        replaced(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        _for_symbols_alone(trace, "_replace_unbacked_bindings"),
+        _for_symbols_alone(passes, "insert_deferred_runtime_asserts"),
+    ):
+        yield
+
+
+def _without_code(root: Any, graph: Any) -> GraphModule:
+    """A graph's module, whose code is made when it is asked for."""
+    return _lazy_graph_module._LazyGraphModule(root, graph)
+
+
+@contextmanager
+def _for_symbols_alone(owner: Any, name: str) -> Iterator[None]:
+    """Have a pass look only at graphs whose sizes have symbols, or that check any."""
+    run: Callable[..., None] = getattr(owner, name)
+
+    def run_on(module: GraphModule, *args: Any, **kwargs: Any) -> None:
+        if _has_symbols(module) or any(node.target in _CHECKS for node in module.graph.nodes):
+            run(module, *args, **kwargs)
+
+    with replaced(owner, name, run_on):
+        yield
+
+
+def _has_symbols(module: GraphModule) -> bool:
+    """Whether sizes had symbols when a graph was recorded; true where nothing tells."""
+    values = (node.meta.get("val") for node in module.graph.nodes)
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    sizes = getattr(next(filter(None, modes), None), "shape_env", None)
+    return sizes is None or bool(sizes.var_to_range)
