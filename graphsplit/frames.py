@@ -164,7 +164,8 @@ def users_traceback(error: BaseException, *, is_full: bool = False) -> str:
     """A traceback without what happens inside graphsplit, and below it.
 
     What graphsplit calls is left out up to the next line of the user's: a callback, ``forward``.
-    An error of graphsplit's that stands for a mistake says itself what it came from.
+    An error of graphsplit's shows lines of the user's alone; one that stands for a mistake says
+    itself what it came from.
 
     Args:
         error: The error.
@@ -179,11 +180,11 @@ def users_traceback(error: BaseException, *, is_full: bool = False) -> str:
 def _prune(
     shown: TracebackException, error: BaseException, keep: Callable[..., list[FrameSummary]]
 ) -> None:
+    if isinstance(error, GraphsplitError):
+        keep = _users_only
     frames = keep(shown.stack)
     # An empty stack would still be printed as a headline with nothing below it.
     shown.stack = StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
-    if isinstance(error, GraphsplitError):
-        keep = _users_only
     is_a_mistake = isinstance(error, GraphsplitError) and isinstance(error, ValueError)
     for name in ("__cause__", "__context__"):
         part, origin = getattr(shown, name), getattr(error, name)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graphsplit.errors import PlacementError, StepFailedError
+from graphsplit.errors import OwnershipError, PlacementError, StepFailedError
 from graphsplit.frames import is_own, line_now, line_of, users_traceback, without_own_frames
 from graphsplit.job.script import ModelCall
 
@@ -65,6 +65,16 @@ def test_a_mistake_says_itself_what_it_came_from():
     assert text.endswith("graphsplit.errors.PlacementError: 'fc9' is on worker 7\n"
                          "  Fix: choose another\n")  # fmt: skip
     assert "direct cause" in users_traceback(caught(wrong), is_full=True)
+
+
+def test_an_error_of_graphsplits_shows_lines_of_the_users_alone():
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> None:
+            raise OwnershipError("not here\n  Fix: there")
+
+    text = users_traceback(caught(lambda: Layer()(torch.empty(1))))
+    assert "module.py" not in text
+    assert "in forward" in text
 
 
 def test_an_operation_that_failed_keeps_the_users_own_lines_below_it():

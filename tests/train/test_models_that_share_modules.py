@@ -24,7 +24,9 @@ NEVER = 10**9
 ONES = torch.ones(8, 1)
 
 
-def models(place: bool, *, all_placed: bool = True) -> tuple[gs.Model, gs.Model]:
+def models(
+    place: bool, *, all_placed: bool = True, normed: bool = False
+) -> tuple[gs.Model, gs.Model]:
     """One of the judge, one of the maker through the judge; both are built before either runs.
 
     Where not all is placed, each Model by itself would put the judge's first layer elsewhere.
@@ -32,6 +34,8 @@ def models(place: bool, *, all_placed: bool = True) -> tuple[gs.Model, gs.Model]
     torch.manual_seed(0)
     maker = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
     judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    if normed:  # its weight is computed by each call, and left in an attribute
+        nn.utils.spectral_norm(judge[0])
     if all_placed:
         put(maker, "0", "2", place=place)
         put(judge, "0", "2", place=place)
@@ -116,6 +120,23 @@ def test_the_cut_is_invisible(script: Any, every: int, tmp_path: Path):
     torch.default_generator.set_state(before)
     cluster = ThreadCluster(
         lambda rank: script(True, tmp_path / "split"), NUM_WORKERS, SnapshotSettings(every=every)
+    )
+    for found in cluster.run():
+        assert difference(expected, found) is None
+
+
+def with_a_weight_that_each_call_computes(place: bool) -> Any:
+    judging, making = models(place, normed=True)
+    losses = []
+    for x, _ in batches():
+        losses += [judging.train_step(x, ONES), making.train_step(x[:, :2], ONES)]
+    return losses, judging.state_dict(), making.state_dict()
+
+
+def test_a_weight_that_each_call_computes_is_that_of_the_call():
+    expected = with_a_weight_that_each_call_computes(False)
+    cluster = ThreadCluster(
+        lambda rank: with_a_weight_that_each_call_computes(True), NUM_WORKERS, is_recoverable=False
     )
     for found in cluster.run():
         assert difference(expected, found) is None

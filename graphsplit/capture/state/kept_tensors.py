@@ -437,6 +437,7 @@ def may_be_a_buffer(old: Any, place: Place) -> bool:
     return (
         place.module is not None
         and isinstance(old, torch.Tensor)
+        and not isinstance(old, KeptValue)  # another Model's, over a network that shares the module
         and isinstance(new, torch.Tensor)
         and new.layout is torch.strided
         and _look(old) == _look(new)
