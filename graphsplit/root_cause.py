@@ -143,8 +143,8 @@ class FailureCause:
         at = self.location
         places = [place for place in (at.source, self.position) if place]
         if not self.traceback and self.kind != "exception":
-            # What it last said of itself, which may be older than what happened to it.
-            yield from ["last position: " + ", ".join(places)] if places else []
+            # What it last said of itself: up to a second older than what happened to it, or more.
+            yield from ["last reported: " + ", ".join(places)] if places else []
             return
         yield from places
         if at.operation:

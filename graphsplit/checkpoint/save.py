@@ -56,7 +56,7 @@ def save_folder(folder: Path, make: Make, group: WorkerGroup, *, gather: bool) -
     with _noting(problems, f"cannot save to {folder}"):
         contents = make()
         if not gather or group.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(folder)
         if group.rank == 0:
             slot = folders.next_slot(folder)
     slot = 1 if group.share(str(slot)) == "1" else 0
@@ -65,6 +65,16 @@ def save_folder(folder: Path, make: Make, group: WorkerGroup, *, gather: bool) -
         _write_gathered(folder, contents, group, slot, problems)
     else:
         _write_shards(folder, contents, group, slot, problems)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise CheckpointError(
+            f"{folder} is a file, and no folder\n"
+            f"  Fix: give a save a folder of its own; model.state_dict(to=path) writes one file."
+        ) from None
 
 
 def _write_shards(
@@ -194,7 +204,7 @@ def save_file(path: Path, make: Make, group: WorkerGroup, *, holds: str) -> None
     with _noting(problems, f"cannot save to {path}"):
         contents = make()
         if group.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
     group.agree_none(problems)
     told = group.gather(to_text(contents.sections))
     sections = merge([read_message(text) for text in told])

@@ -14,7 +14,7 @@ from graphsplit.reports import VARIABLE, EndReport, read_report, write_report
 from graphsplit.root_cause import FailureCause, Location
 
 RAISED = EndReport("worker 1 (host a, pid 3) failed: ValueError: no", "train.py:31", rank=1)
-KILLED = EndReport("worker 1 (host a, pid 3) was lost: ...", "last position: train step 3", rank=1)
+KILLED = EndReport("worker 1 (host a, pid 3) was lost: ...", "last reported: train step 3", rank=1)
 
 
 def ended(*exits: tuple[str, int]) -> JobEnding:
@@ -42,7 +42,7 @@ def test_the_status_is_that_of_the_process_with_the_root_cause() -> None:
     found = verdict(ending, {"scheduler": KILLED})
     assert found.status == 137
     assert found.line == (
-        "graphsplit: worker 1 was killed by SIGKILL; last position: train step 3; exit status 137"
+        "graphsplit: worker 1 was killed by SIGKILL; last reported: train step 3; exit status 137"
     )
 
 

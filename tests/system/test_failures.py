@@ -72,10 +72,10 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     for process in ("scheduler", "worker 0", "worker 2"):  # worker 2 was asleep in user code
         said = "\n".join(job.lines_of(process))
         assert re.search(r"worker 1 \(host \S+, pid \d+\) was lost", said), job.output
-    assert "graphsplit: worker 1 was killed by SIGKILL; last position: " in job.output
+    assert "graphsplit: worker 1 was killed by SIGKILL; last reported: " in job.output
     assert job.status == 137
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
-    lost = r"\(host \S+, pid \d+\) was lost: its process was killed by SIGKILL; last position: "
+    lost = r"\(host \S+, pid \d+\) was lost: its process was killed by SIGKILL; last reported: "
     last = job.lines_of("worker 2")[-1]
     assert re.match(rf"\[graphsplit\] worker 2 ended because worker 1 {lost}", last), job.output
     assert re.search(rf"^\[graphsplit\] worker 4 ended because worker 2 {lost}", tutorial, re.M)

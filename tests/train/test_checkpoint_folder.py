@@ -169,6 +169,17 @@ def test_a_save_that_was_never_finished_is_no_save(tmp_path: Path) -> None:
         load(trained(0), tmp_path)
 
 
+def test_a_file_in_the_place_of_the_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)file is a file, and no folder.*Fix: give a save"
+    ):
+        save(trained(), tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"Not a directory"):
+        save(trained(), tmp_path / "file" / "save")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize("room", [0, 700, 1200, 3000, 8000, 9500])
 def test_a_full_disk_is_reported_and_leaves_the_old_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
