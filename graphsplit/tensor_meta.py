@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 CPU = "cpu"
+ALIGNMENT = 64  # bytes, as of torch's own allocations
 
 
 def device_of(tensor: torch.Tensor) -> str:

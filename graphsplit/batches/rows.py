@@ -22,6 +22,7 @@ import torch
 
 from graphsplit.batches.microbatches import BatchDescription, Division, open_batch
 from graphsplit.batches.signature import Arguments, Signature, fingerprint, leaves
+from graphsplit.tensor_meta import ALIGNMENT, span_elements
 from graphsplit.torch_ext.private import pytree
 
 Opening = Callable[[Any], Arguments]  # what a step is given of a loader's batch, or of rows of it
@@ -181,7 +182,7 @@ def divide_rows(batch: Any, request: BatchRequest, opening: Opening) -> RowsRead
     start = 0
     for part in layout.needed[request.worker]:
         stop = start + len(layout.rows(part))
-        found[part] = opening(_rows(tree, start, stop))
+        found[part] = opening(_rows(tree, start, stop, layout.rows(part).start))
         start = stop
     arguments = opening(tree)
     weights = layout.description.weights
@@ -192,8 +193,24 @@ def _row_looks(arguments: Arguments) -> list[Any]:
     return [(leaf.dtype, leaf.shape[1:]) for leaf in leaves(arguments)]
 
 
-def _rows(tree: Any, start: int, stop: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[start:stop], tree)
+def _rows(tree: Any, start: int, stop: int, first: int) -> Any:
+    """Some rows of what was read, the first of which has a number in the whole batch.
+
+    Small products have other bits where their operands begin elsewhere between two multiples of 64
+    bytes. So rows that are views of a whole batch in the plain loop begin as there.
+    """
+    return pytree.tree_map(lambda leaf: _beginning_at(leaf[start:stop], first), tree)
+
+
+def _beginning_at(rows: torch.Tensor, first: int) -> torch.Tensor:
+    if rows.layout is not torch.strided or not rows.is_cpu or 0 in rows.stride():
+        return rows
+    begin = first * rows.stride(0) * rows.itemsize % ALIGNMENT
+    if rows.data_ptr() % ALIGNMENT == begin:
+        return rows
+    size = span_elements(rows.shape, rows.stride()) + begin // rows.itemsize
+    memory = torch.empty(size, dtype=rows.dtype)
+    return memory.as_strided(rows.shape, rows.stride(), begin // rows.itemsize).copy_(rows)
 
 
 def why_no_rows(tree: Any, num_rows: int) -> str:

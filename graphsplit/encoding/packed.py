@@ -19,10 +19,9 @@ import torch
 
 from graphsplit.encoding.values import decode, encode, from_text, meta_from_json, to_text
 from graphsplit.errors import CheckpointError, FrameError
-from graphsplit.tensor_meta import contiguous_strides, span_elements
+from graphsplit.tensor_meta import ALIGNMENT, contiguous_strides, span_elements
 from graphsplit.torch_ext.private import foreach_copy_
 
-_ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _VALUE = "value"
 _P = TypeVar("_P", bound="Packed")
@@ -108,7 +107,7 @@ class FlatTensors:
             strides = _dense_strides(tensor)
             slot = TensorSlot(tensor.dtype, tuple(tensor.shape), strides, size)
             self.slots[name] = slot
-            size = -(-(size + slot.size_bytes) // _ALIGNMENT) * _ALIGNMENT
+            size = -(-(size + slot.size_bytes) // ALIGNMENT) * ALIGNMENT
         if size > self.memory.numel():
             self.memory = torch.empty(size, dtype=torch.uint8)
         self.memory = self.memory[:size]
@@ -204,7 +203,7 @@ def _slots(node: Mapping[str, Any], size: int, what: str) -> Iterator[tuple[str,
                 len(strides) == len(shape)
                 and all(type(s) is int and 0 <= s < 1 << 48 for s in strides)
                 and 0 <= offset <= size
-                and offset % _ALIGNMENT == 0
+                and offset % ALIGNMENT == 0
             ):
                 meta = meta_from_json([dtype, shape], what=name)
                 slot = TensorSlot(meta.dtype, meta.shape, tuple(strides), offset)

@@ -6,6 +6,7 @@ import os
 import queue
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,13 @@ from recovery_features.parts import Last, adam
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
+from graphsplit.batches.rows import BatchRequest, RowLayout, divide_rows
+from graphsplit.batches.signature import split_batch
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.settings import GO_ON, WAIT_REJOIN
@@ -441,3 +446,25 @@ def test_an_epoch_goes_on_in_its_middle_by_rows(tmp_path: Any, said: list[str]) 
 def test_a_wrong_way_of_reading_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="reading='row'; expected 'rows' or 'batches'"):
         gs.Model(made(), nn.CrossEntropyLoss(), reading="row")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [1, 4, 5, 13, 16])
+def test_rows_begin_in_memory_as_they_do_in_the_whole_batch(width: int) -> None:
+    """The bits of small products depend on it."""
+    draws = torch.Generator().manual_seed(1)
+    x, y = torch.randn(21, width, generator=draws), torch.arange(21)
+    whole = Divider(5).divide((x, y), has_loss_fn=True)
+    layout = RowLayout(whole.shape(), 21, ((0, 2), (1, 3, 4)))
+    opening = partial(split_batch, has_loss_fn=True)
+    weight, bias = torch.randn(8, width, generator=draws), torch.randn(8, generator=draws)
+    for worker, parts in enumerate(layout.needed):
+        request = BatchRequest(3, tuple(range(21)), layout, worker, by_rows=True)
+        rows = list(request.positions)
+        found = divide_rows((x[rows], y[rows]), request, opening)
+        assert found is not None
+        for part in parts:
+            (mine, own_target), (theirs, target) = (d.microbatches[part][0] for d in (found, whole))
+            assert mine.data_ptr() % 64 == theirs.data_ptr() % 64
+            assert own_target.data_ptr() % 64 == target.data_ptr() % 64
+            assert torch.equal(F.linear(mine, weight, bias), F.linear(theirs, weight, bias))
+            assert torch.equal(own_target, target)

@@ -15,11 +15,10 @@ import torch
 
 from graphsplit.partition.plan import BlockSums, Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.partition.segments import Segmentation
-from graphsplit.tensor_meta import CPU, TensorMeta, span_elements
+from graphsplit.tensor_meta import ALIGNMENT, CPU, TensorMeta, span_elements
 
 _MOST_OF_ONE = 64 << 10  # bytes; larger ones go from memory to memory
 _MOST_TOGETHER = 1 << 20
-_ALIGNMENT = 64  # bytes, as torch's own allocations
 
 
 def borrowed_together(plan: PartitionPlan) -> PartitionPlan:
@@ -69,7 +68,7 @@ def places_of(plan: PartitionPlan, members: Sequence[int]) -> list[range]:
         assert meta is not None
         end = begin + span_elements(meta.shape, meta.strides)
         found.append(range(begin, end))
-        begin = -(-end * meta.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // meta.dtype.itemsize
+        begin = -(-end * meta.dtype.itemsize // ALIGNMENT) * ALIGNMENT // meta.dtype.itemsize
     return found
 
 
