@@ -271,12 +271,11 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
 
 
 def _inputs_with_grad(request: CaptureRequest) -> tuple[int, ...]:
-    """The inputs that gradients flow into: of a network that the script calls."""
+    """The inputs that gradients flow into."""
+    if not request.mode.records_gradients:
+        return ()
     inputs = flatten_inputs(request.args, request.kwargs)
-    is_call = request.mode is Mode.CALL
-    return tuple(
-        i for i, one in enumerate(inputs) if is_call and getattr(one, "requires_grad", False)
-    )
+    return tuple(i for i, one in enumerate(inputs) if getattr(one, "requires_grad", False))
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

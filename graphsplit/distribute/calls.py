@@ -165,7 +165,7 @@ class Call:
         if node not in self.plan.plan.gradient_sums:
             return None
         source, value = self.plan.plan.worker_of_sum(node), self.entered[node]
-        gradient = self.state.of_inputs.get(node)
+        gradient = self.state.of_inputs.get((node, 0))
         told = "" if gradient is None else " ".join(["strides", *map(str, gradient.stride())])
         strides = loop.group.share(told, source=source).split()[1:]
         if (not told and loop.rank == source) or (not strides and value.dim()):

@@ -4,6 +4,8 @@
   so far, a list of losses: the script finds them after the step, and so does code of another mode.
 * Inputs that forward or the loss writes to. In one process there is one batch, and what was written
   stays in it: for the metrics, for the next epoch over the same tensors, for the script.
+* Gradients of inputs that ask for one (``x.requires_grad_()``): for ``x.grad``, and for what the
+  script has made ``x`` of.
 * Buffers to which an operation gives another size. A quantisation-aware layer starts with one
   scale, and has one for each channel after its first run; a graph that another worker records later
   is to show the same sizes.
@@ -96,6 +98,36 @@ def share_written(
         elif control.rank in waiting:
             with torch.no_grad():
                 tensor.copy_(control.receive_tensor(plain_meta(tensor), source=source))
+
+
+def share_gradients_of_inputs(
+    group: WorkerGroup,
+    planned: ReadyPlan,
+    gradients: Mapping[tuple[int, int], torch.Tensor | None],
+    inputs: Iterator[Sequence[Any]],
+) -> None:
+    """Go on with backward where the script has made a batch. All workers hold it, and call this.
+
+    Args:
+        group: All workers.
+        planned: What has run.
+        gradients: Those that were added up here, by node and microbatch.
+        inputs: The flattened inputs of each microbatch, as the script has given them.
+    """
+    what = "the gradient of an input"
+    for microbatch, given in zip(range(planned.part.num_microbatches), inputs, strict=False):
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for node, place, source in planned.asking_inputs:
+            if planned.plan.is_in(microbatch, node):
+                own = gradients.get((node, microbatch))
+                told = None if own is None else [list(own.stride()), own.contiguous()]
+                told = group.share_value(told, source=source, what=what)
+                if told is not None:
+                    strides, gradient = told
+                    laid_out = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype)
+                    found.append((given[place], laid_out.copy_(gradient)))
+        if found:
+            torch.autograd.backward([one for one, _ in found], [made for _, made in found])
 
 
 _RESIZING = "fused_moving_avg_obs"

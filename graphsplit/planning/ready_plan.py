@@ -62,6 +62,16 @@ class ReadyPlan:
         return (None,) * sum(node.kind is NodeKind.INPUT for node in nodes)
 
     @cached_property
+    def asking_inputs(self) -> tuple[tuple[int, int, int], ...]:
+        """The inputs that ask for a gradient and get one: node, place, and who adds it up."""
+        plan, nodes = self.plan, self.plan.placed.graph.nodes
+        return tuple(
+            (value, int(nodes[value].target), plan.worker_of_sum(value))
+            for value in sorted(plan.gradient_sums)
+            if nodes[value].kind is NodeKind.INPUT
+        )
+
+    @cached_property
     def microbatches_read(self) -> tuple[tuple[int, ...], ...]:
         """For each worker, the microbatches of which it consumes an input."""
         plan, microbatches = self.plan, range(self.part.num_microbatches)

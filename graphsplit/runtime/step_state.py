@@ -51,7 +51,8 @@ class StepState:
             later calls have given; None where each adds to ``.grad``.
         folded: Buffers that came from another worker, while microbatches are folded into them; by
             the first one's node.
-        of_inputs: Gradients of the graph's inputs that are added up on this worker, by node.
+        of_inputs: Gradients of the graph's inputs that are added up on this worker, by node and
+            microbatch.
     """
 
     step: int
@@ -69,4 +70,4 @@ class StepState:
     given: Mapping[int, Gradient] = field(default_factory=dict)
     totals: dict[int, torch.Tensor] | None = None
     folded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    of_inputs: dict[int, Gradient] = field(default_factory=dict)
+    of_inputs: dict[tuple[int, int], Gradient] = field(default_factory=dict)

@@ -19,11 +19,17 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.errors import PlacementError
+from graphsplit.errors import ConfigurationError, PlacementError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.groups import refuse_change
 from graphsplit.feeding.leading import Leading
-from graphsplit.feeding.left_by_steps import note_left, share_left, share_sizes, share_written
+from graphsplit.feeding.left_by_steps import (
+    note_left,
+    share_gradients_of_inputs,
+    share_left,
+    share_sizes,
+    share_written,
+)
 from graphsplit.feeding.sent_batches import targets_home
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import as_in, evaluating
@@ -40,6 +46,7 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.settings import GO_ON, WAIT_REJOIN
 from graphsplit.train.asking import answered
 from graphsplit.train.cluster_state import ClusterState
 from graphsplit.train.metrics import Metric, need_batches
@@ -108,14 +115,14 @@ class ClusterEngine(ClusterState):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
-        planned = self._leading.given(Mode.TRAIN, division, self._step)
+        planned = self._given(division)
         self.progress.adds_up = False
         return self._train(planned, division, self._job.ranks)
 
     def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
         """Add the gradients of a batch that all workers hold."""
         updater = self.planner.updater
-        planned = self._leading.given(Mode.TRAIN, division, self._step, scale=scale)
+        planned = self._given(division, scale=scale)
         updater.loss_scale = scale
         try:
             loss = self._train(planned, division, self._job.ranks)
@@ -123,6 +130,17 @@ class ClusterEngine(ClusterState):
             updater.loss_scale = 1.0
         self.progress.adds_up = True
         return loss
+
+    def _given(self, division: Division, **options: Any) -> PlannedStep:
+        planned = self._leading.given(Mode.TRAIN, division, self._step, **options)
+        may_run_twice = self._job.recovery_policy in (WAIT_REJOIN, GO_ON)
+        if may_run_twice and any(plan.asking_inputs for plan in planned.plans):
+            raise ConfigurationError(
+                f"the batch asks for a gradient (requires_grad), and with GS_RECOVERY="
+                f"{self._job.recovery_policy} a step may run twice, which would add it twice\n"
+                f"  Fix: detach the batch, or use a loop of your own: gs.distribute and gs.loop."
+            )
+        return planned
 
     def zero_gradients(self) -> None:
         """Reset the gradients that are here."""
@@ -294,6 +312,9 @@ class ClusterEngine(ClusterState):
                 if plan.written_inputs and division is not None:
                     for inputs in phase.inputs:
                         share_written(self._job.control, plan, inputs, holders)
+                if plan.asking_inputs and division is not None and holders == self._job.ranks:
+                    asking = map(leaves, division.microbatches[phase.start :])
+                    share_gradients_of_inputs(self._job.control, plan, state.of_inputs, asking)
                 if plan.runner not in self._have_run:
                     self._have_run.add(plan.runner)
                     tensors = named_state(self._task.network, self._task.loss_fn)

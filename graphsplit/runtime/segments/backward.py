@@ -221,8 +221,9 @@ class BackwardBinder:
     def _bind_accumulate(self, value: int, microbatch: int) -> Action:
         terms = self._plan.gradient_sums[value]
         if self._plan.placed.graph.nodes[value].kind is NodeKind.INPUT:
+            key = value, microbatch
             return lambda state: state.of_inputs.update(
-                {value: gradient_sum((state.given.get(value), *_terms(state, microbatch, terms)))}
+                {key: gradient_sum((state.given.get(value), *_terms(state, microbatch, terms)))}
             )
         own = [index for index, term in enumerate(terms) if term.contribution is not None]
         parameter = self._state[value]
