@@ -117,7 +117,8 @@ def _below(one: Any, path: str, label: str) -> Place | None:
         return entry(one, key, label) if isinstance(one, (dict, list)) else None
     held = own_dictionary(one)
     if held is not None:
-        return entry(held, key, label)
+        module = path.rpartition(".")[0].lstrip(".") if isinstance(one, nn.Module) else None
+        return entry(held, key, label, module=module)
     return Place(PlaceKind.SLOT, one, key, label)
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.encoding.values import has_bits
@@ -125,15 +126,34 @@ class PythonValues:
                 if not same(number, tensor.item()):
                     tensor.fill_(number)
 
+    def apart(self) -> Values:
+        """The values of attributes of modules that hang nowhere in the network or a loss now.
+
+        Their names may be those of others. A worker keeps them by itself: whoever comes back has
+        none of these modules, and is told of another value where one hangs again.
+        """
+        roots = (self._task.network, *self._losses.values())
+        modules = (m for root in roots if isinstance(root, nn.Module) for m in root.modules())
+        there = {id(vars(module)) for module in modules}
+        return {
+            key: freeze(known.place.read())
+            for key, known in self._known.items()
+            if known.place.module is not None and id(known.place.holder) not in there
+        }
+
     def kept(self) -> list[list[Any]]:
         """Values that are not as they were when first read, in a form that can be written.
+
+        Those ``apart`` are left out.
 
         Raises:
             StateError: One of them cannot be written; names it.
         """
         self.note()
-        found, put = [], self._put_by_script()
+        found, put, apart = [], self._put_by_script(), self.apart()
         for key, known in self._known.items():
+            if key in apart:
+                continue
             place, value = known.place, known.place.read()
             frozen = with_names(freeze(value), self._task.network)
             if same(known.first, value) and not _scalars_in(frozen):
@@ -155,9 +175,13 @@ class PythonValues:
         return found
 
     def put_back(self, kept: Iterable[Sequence[Any]]) -> None:
-        """Let places be as when ``kept`` was called; others as when they were first read."""
+        """Let places be as when ``kept`` was called; others as when they were first read.
+
+        Those ``apart`` stay as they are.
+        """
         self.note()
-        values = {key: known.first for key, known in self._known.items()}
+        apart = self.apart()
+        values = {key: known.first for key, known in self._known.items() if key not in apart}
         by_name = {known.name: known.place for known in self._known.values()}
         numbers: list[tuple[torch.Tensor, Any]] = []
         put: dict[str, torch.Tensor] = {}

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphsplit as gs
 from graphsplit.checkpoint import whole_values
+from graphsplit.errors import PlanMismatchError
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.torch_ext.replaced import FILLING, LOOKING, SAVING
 
@@ -192,8 +193,8 @@ def averaged(make: Any) -> Any:
     return copy.deepcopy([found, model.state_dict(), teacher.state_dict(), average.state_dict()])
 
 
-@pytest.mark.parametrize("at", [14, 22])
-@pytest.mark.parametrize("case", ["smallest", "pruned twice", "weight norm", ""])
+@pytest.mark.parametrize("at", [14, 22, 30])
+@pytest.mark.parametrize("case", ["smallest", "pruned twice", "weight norm", "parametrized", ""])
 def test_a_worker_that_comes_back_is_given_the_values_again(case: str, at: int) -> None:
     def run(make: Any) -> Any:
         return train(case, make, 1) if case else averaged(make)
@@ -205,6 +206,64 @@ def test_a_worker_that_comes_back_is_given_the_values_again(case: str, at: int) 
     for found in cluster.run():
         assert difference(expected, found) is None
     assert cluster.num_killed == 1
+
+
+class Counting(nn.Linear):
+    """Hangs in the network, does not, and hangs there again."""
+
+    calls = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return super().forward(x) * self.calls
+
+
+def taken_away_and_put_back(make: Any) -> Any:
+    torch.manual_seed(0)
+    net, counting = Net(), Counting(4, 4)
+    net.second, other = counting, nn.Linear(4, 4)
+    if hasattr(nn.Module, "place"):
+        counting.place("MS_WORKER", 1)
+        other.place("MS_WORKER", 1)
+    model = make(net, F.mse_loss, torch.optim.SGD(net.first.parameters(), lr=0.05))
+
+    class Swapping(gs.callbacks.Callback):
+        def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+            swap(context.step)
+
+    def swap(step: int) -> None:
+        if step == 4:
+            counting.calls += 3.0  # while it hangs nowhere
+        net.second = other if 2 <= step < 6 else counting
+
+    if make is gs.Model:
+        model.train(2, BATCHES, [Swapping()])
+    else:
+        for _ in range(2):
+            for step, batch in enumerate(BATCHES, 1):
+                model.train_step(*batch)
+                swap(step)
+    net.second = counting
+    return copy.deepcopy([model.train_step(*BATCHES[0]), net.first.bias.shape, counting.calls])
+
+
+@pytest.mark.parametrize("at", [0, 25, 40])
+def test_a_layer_that_hangs_there_again_is_as_it_was_or_workers_disagree(at: int) -> None:
+    before = torch.default_generator.get_state()
+    expected = taken_away_and_put_back(PlainModel)
+    torch.default_generator.set_state(before)
+    kills = {1: [at]} if at else {}
+    cluster = ThreadCluster(
+        lambda rank: taken_away_and_put_back(gs.Model), 2, SnapshotSettings(every=1), kills
+    )
+    try:
+        results = cluster.run()
+    except PlanMismatchError as error:
+        assert at, error
+        assert "net.second.calls" in str(error)
+        return
+    for found in results:
+        assert difference(expected, found) is None
 
 
 def test_functions_of_torch_keep_their_names_and_arguments() -> None:

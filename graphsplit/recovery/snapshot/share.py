@@ -127,14 +127,15 @@ class ModelSnapshot:
 
     def given(self) -> Given:
         """The loss, the optimizer and the network's parts that it has now."""
-        return Given(self.task.loss_fn, self.task.optimizer, tables_of(self.task))
+        apart = self.engine.planner.python_values.apart()
+        return Given(self.task.loss_fn, self.task.optimizer, tables_of(self.task), apart)
 
     def go_on_with(self, given: Given) -> None:
         """Let it have another loss, optimizer and network, as if the script had given them."""
-        before = self.given()
         for tables in given.tables:
             tables.put()
-        if not given.is_same(before):
+        self.engine.planner.python_values.put(given.apart)
+        if not given.is_same(self.task):
             self.task.loss_fn, self.task.optimizer = given.loss_fn, given.optimizer
             self.engine.renew()
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.planning.python_values import Values
 from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS, NOT_SAVED, TABLES
 
@@ -97,12 +98,14 @@ class Given(NamedTuple):
         loss_fn: The loss.
         optimizer: The optimizer, or several.
         tables: What hangs where in network and loss.
+        apart: The values of what hangs nowhere now; see ``PythonValues``.
     """
 
     loss_fn: Any
     optimizer: Any
     tables: Tables
+    apart: Values
 
-    def is_same(self, other: Given) -> bool:
+    def is_same(self, other: Given | Task) -> bool:
         """Whether these are the same loss and optimizers."""
         return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
