@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import StateError
-from graphsplit.optimizers.own_step import refuse_partial_state
+from graphsplit.optimizers.own_step import STATE_HOOKS
 from graphsplit.torch_ext.attributes import (
     LOAD,
     LOADING_HOOKS,
@@ -83,7 +83,7 @@ def _own(owner: Any, path: str, methods: Iterable[str], hooks: Iterable[str]) ->
     for registry in hooks:
         for hook in getattr(owner, registry).values():
             function = getattr(hook, "hook", hook)  # PyTorch wraps some
-            if not _is_torchs(function) and function is not refuse_partial_state:
+            if not _is_torchs(function) and function not in STATE_HOOKS:
                 name = getattr(function, "__qualname__", type(function).__qualname__)
                 yield f"the hook {name}{at}"
 

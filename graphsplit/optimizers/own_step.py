@@ -6,7 +6,9 @@ what a step does, apart from settings: its code, what the user says of it, and t
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import defaultdict
 from itertools import chain
 from operator import methodcaller
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 
 from graphsplit.errors import OwnershipError
-from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.frames import is_users
+from graphsplit.optimizers.ownership import IN_STATE, Elsewhere, is_elsewhere
 from graphsplit.torch_ext.attributes import (
     AFTER_STEP,
     BEFORE_STATE,
@@ -57,11 +60,26 @@ class by_the_model:
         _here.is_models = self._before
 
 
+class OwnEntries(defaultdict[Any, Any]):
+    """The state of an optimizer on one worker: a script that needs another's entry is told so."""
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, Elsewhere) and is_users(sys._getframe(1).f_code.co_filename):
+            key.need_value(IN_STATE)
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
 def guard_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to give one worker's part of an optimizer's state for all of it."""
+    if type(optimizer.state) is defaultdict:
+        optimizer.state = OwnEntries(dict, optimizer.state)
     hooks = getattr(optimizer, BEFORE_STATE, None)
     if hooks is not None and refuse_partial_state not in hooks.values():
         optimizer.register_state_dict_pre_hook(refuse_partial_state)
+        optimizer.register_load_state_dict_post_hook(guard_state)
 
 
 def refuse_partial_state(optimizer: torch.optim.Optimizer) -> None:
@@ -77,6 +95,9 @@ def refuse_partial_state(optimizer: torch.optim.Optimizer) -> None:
             f"own parameters only\n  Fix: call model.optimizer_state_dict() on every worker, and "
             f"save what it returns on one."
         )
+
+
+STATE_HOOKS = (refuse_partial_state, guard_state)  # graphsplit's own
 
 
 def note_used(optimizer: torch.optim.Optimizer) -> None:

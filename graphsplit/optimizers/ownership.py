@@ -54,6 +54,7 @@ from graphsplit.torch_ext.stand_ins import (
     without_value,
 )
 
+IN_STATE = "optimizer.state"  # what asks, where its entry there is looked for
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
 _VIEWED = "_graphsplit_viewed"  # of a view: the stand-in of which it is one
 _APART = "_graphsplit_apart"  # of a view of which autograd knows nothing
@@ -203,6 +204,12 @@ class Elsewhere(StandIn):
             fix = (
                 f"let what is written to with it live on worker {owner} too: place both alike, and "
                 f"let a Model that holds the other one run a step, or predict, before."
+            )
+        if asked == IN_STATE:
+            fix = (
+                f"read it on worker {owner}, where it is in optimizer.state, or call "
+                f"model.optimizer_state_dict() on every worker. To reset it, go through those that "
+                f"are here: for entry in optimizer.state.values()."
             )
         if asked == "copy_":
             fix = (

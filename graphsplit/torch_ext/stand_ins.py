@@ -8,6 +8,7 @@ a deferred tensor is filled there, and one that lives on another worker refuses.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -174,7 +175,17 @@ def become(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
     """Make a tensor one of another class, until it is taken back."""
     if not isinstance(tensor, (StandIn, WatchedTensor)) and type(tensor) not in _PLAIN:
         _own_classes[tensor] = type(tensor)
-    tensor.__class__ = kind
+    own = _own_classes.get(tensor)
+    is_both = own is not None and issubclass(kind, StandIn)
+    tensor.__class__ = _of_both(kind, own) if is_both else kind
+
+
+@functools.lru_cache
+def _of_both(kind: type[StandIn], own: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class of stand-ins for tensors of a script's class: ``isinstance`` says so."""
+    make: Any = type(kind)
+    made: type[torch.Tensor] = make(kind.__name__, (kind, own), {})
+    return made
 
 
 def take_back(tensor: torch.Tensor) -> None:

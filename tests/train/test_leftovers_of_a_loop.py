@@ -116,3 +116,33 @@ def test_one_workers_part_of_a_state_is_not_given_for_all_of_it() -> None:
     for refused, state in ThreadCluster(lambda _: states(), 2).run():
         assert "Fix: call model.optimizer_state_dict() on every worker" in refused
         assert state == whole
+
+
+class OwnParameter(nn.Parameter):
+    """A class of the script's own."""
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_the_entry_of_a_parameter_on_another_worker_names_that_worker() -> None:
+    def script(rank: int) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        for number, layer in enumerate(net):
+            layer.place("MS_WORKER", number)
+            layer.weight = OwnParameter(layer.weight.detach())
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        model = gs.Model(net, nn.CrossEntropyLoss(), optimizer)
+        held = optimizer.state
+        for step in range(1, 3):
+            model.train_step(X, Y)
+            mine, other = net[rank].weight, net[1 - rank].weight
+            assert held is optimizer.state or step > 1
+            assert optimizer.state[mine]["step"] == step
+            message = rf"'{1 - rank}.weight' lives on worker {1 - rank}(.|\n)*optimizer_state_dict"
+            with pytest.raises(OwnershipError, match=message):
+                optimizer.state[other]["step"]
+            assert len(optimizer.state) == 2
+            assert all(isinstance(layer.weight, OwnParameter) for layer in net)
+            model.load_optimizer_state_dict(model.optimizer_state_dict())
+
+    ThreadCluster(script, 2, is_recoverable=False).run()
