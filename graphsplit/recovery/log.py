@@ -17,13 +17,8 @@ from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.planning.trainable import put_requires_grad
-from graphsplit.recovery.snapshot.share import (
-    Changed,
-    ModelSnapshot,
-    members_of,
-    put_settings,
-    settings_of,
-)
+from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
+from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
 from graphsplit.recovery.snapshot.tables import Given
 from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.private import pytree

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphsplit as gs
 from graphsplit.checkpoint import whole_values
-from graphsplit.errors import PlanMismatchError
+from graphsplit.errors import CheckpointError, PlanMismatchError
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.torch_ext.replaced import FILLING, LOOKING, SAVING
 
@@ -264,6 +264,47 @@ def test_a_layer_that_hangs_there_again_is_as_it_was_or_workers_disagree(at: int
         return
     for found in results:
         assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("at", [14, 20, 25])
+def test_an_optimizer_may_hold_what_was_taken_out_of_the_network(at: int) -> None:
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        model = make(net, F.mse_loss, optimizer)
+        found = [model.train_step(*BATCHES[0]).clone()]
+        net.second = nn.Linear(4, 4)
+        if hasattr(nn.Module, "place"):
+            net.second.place("MS_WORKER", 1)
+        found += [model.train_step(*batch).clone() for batch in BATCHES[1:]]
+        return copy.deepcopy([found, model.state_dict()])
+
+    before = torch.default_generator.get_state()
+    expected = run(PlainModel)
+    torch.default_generator.set_state(before)
+    cluster = ThreadCluster(lambda rank: run(gs.Model), 2, SnapshotSettings(every=1), {1: [at]})
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == 1
+
+
+def test_a_worker_that_comes_back_behind_a_callback_that_has_pruned_says_so() -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        net = Net()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+
+        class Pruning(gs.callbacks.Callback):
+            def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+                if (context.epoch, context.step) == (1, 2):
+                    prune.l1_unstructured(net.first, "weight", amount=0.4)
+
+        model.train(2, BATCHES, [Pruning()])
+
+    cluster = ThreadCluster(run, 2, SnapshotSettings(every=1), {1: [30]})
+    with pytest.raises(CheckpointError, match=r"has first.weight_orig(.|\n)*callback(.|\n)*Fix"):
+        cluster.run()
 
 
 def test_functions_of_torch_keep_their_names_and_arguments() -> None:

@@ -26,7 +26,7 @@ from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
-from graphsplit.recovery.snapshot.share import put_entries, put_settings, settings_of
+from graphsplit.recovery.snapshot.optimizers import put_entries, put_settings, settings_of
 from graphsplit.torch_ext.attributes import note_stepped
 
 Tensors = dict[str, torch.Tensor]

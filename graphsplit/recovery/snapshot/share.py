@@ -33,6 +33,12 @@ from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
+from graphsplit.recovery.snapshot.optimizers import (
+    members_named,
+    put_entries,
+    put_settings,
+    settings_of,
+)
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.recovery.snapshot.tables import Given, are_same, tables_of
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
@@ -386,7 +392,7 @@ class ModelSnapshot:
         for (name, optimizer), (groups, num_steps), names in zip(
             optimizers_of(self.task).items(), settings, members, strict=True
         ):
-            put_settings(optimizer, groups, [[named[n] for n in group] for group in names])
+            put_settings(optimizer, groups, members_named(names, named, optimizer))
             parameters, made = parameters_of(optimizer), saved[name]["order"]
             entries = {
                 index: decode(entry, lambda key: contents.tensors[key].clone())
@@ -440,53 +446,6 @@ class ModelSnapshot:
             for tensor, value in changed:
                 if not is_elsewhere(tensor):
                     tensor.copy_(value)
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rates and the like, of every group."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def members_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    """The parameters of every group."""
-    return [list(group["params"]) for group in optimizer.param_groups]
-
-
-def put_settings(
-    optimizer: torch.optim.Optimizer,
-    settings: list[dict[str, Any]],
-    members: Sequence[Sequence[torch.Tensor]],
-) -> None:
-    """Set what ``settings_of`` and ``members_of`` gave, whatever groups were added since."""
-    groups = optimizer.param_groups
-    del groups[len(settings) :]
-    groups += [{} for _ in range(len(settings) - len(groups))]
-    for group, saved, parameters in zip(groups, settings, members, strict=True):
-        known = group.get("params", ())
-        if list(map(id, known)) != list(map(id, parameters)):
-            group["params"] = list(parameters)
-        for key in [key for key in group if key != "params" and key not in saved]:
-            del group[key]
-        group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
-
-
-def put_entries(
-    optimizer: torch.optim.Optimizer, num_steps: int, entries: Iterable[tuple[Any, Any, Any]]
-) -> None:
-    """Let an optimizer keep nothing but this.
-
-    Args:
-        optimizer: The optimizer, its groups as they were.
-        num_steps: How many steps it has made.
-        entries: Of each parameter that is here: itself, when its entry was made, and the entry.
-    """
-    order = order_of(optimizer)
-    optimizer.state.clear()
-    order.made.clear()
-    order.num_steps = num_steps
-    for parameter, (step, position), entry in entries:
-        optimizer.state[parameter] = entry
-        order.made[parameter] = step, position
 
 
 def loads_state(name: str) -> bool:
