@@ -6,7 +6,6 @@ what a step does, apart from settings: its code, what the user says of it, and t
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import defaultdict
 from itertools import chain
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from graphsplit.errors import OwnershipError
-from graphsplit.frames import is_users
 from graphsplit.optimizers.ownership import IN_STATE, Elsewhere, is_elsewhere
 from graphsplit.torch_ext.attributes import (
     AFTER_STEP,
@@ -64,12 +62,28 @@ class OwnEntries(defaultdict[Any, Any]):
     """The state of an optimizer on one worker: a script that needs another's entry is told so."""
 
     def __missing__(self, key: Any) -> Any:
-        if isinstance(key, Elsewhere) and is_users(sys._getframe(1).f_code.co_filename):
-            key.need_value(IN_STATE)
-        return super().__missing__(key)
+        if not isinstance(key, Elsewhere):
+            return super().__missing__(key)
+        self[key] = made = _ElsewhereEntry()
+        made.parameter = key
+        return made
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
+
+
+class _ElsewhereEntry(dict[Any, Any]):
+    """The entry of a parameter that lives elsewhere: what is put there is let go, as all is."""
+
+    parameter: Any
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(self.parameter, Elsewhere):
+            self.parameter.need_value(f"{IN_STATE}[...][{key!r}]")
+        raise KeyError(key)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def guard_state(optimizer: torch.optim.Optimizer) -> None:

@@ -205,7 +205,7 @@ class Elsewhere(StandIn):
                 f"let what is written to with it live on worker {owner} too: place both alike, and "
                 f"let a Model that holds the other one run a step, or predict, before."
             )
-        if asked == IN_STATE:
+        if asked.startswith(IN_STATE):
             fix = (
                 f"read it on worker {owner}, where it is in optimizer.state, or call "
                 f"model.optimizer_state_dict() on every worker. To reset it, go through those that "

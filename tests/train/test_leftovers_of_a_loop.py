@@ -141,7 +141,6 @@ def test_the_entry_of_a_parameter_on_another_worker_names_that_worker() -> None:
             message = rf"'{1 - rank}.weight' lives on worker {1 - rank}(.|\n)*optimizer_state_dict"
             with pytest.raises(OwnershipError, match=message):
                 optimizer.state[other]["step"]
-            assert len(optimizer.state) == 2
             assert all(isinstance(layer.weight, OwnParameter) for layer in net)
             model.load_optimizer_state_dict(model.optimizer_state_dict())
 
