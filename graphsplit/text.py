@@ -34,12 +34,17 @@ def no_attribute(
         public: Those that it has.
         usual: Names that other libraries have for them.
     """
-    names = sorted(one for one in public if not one.startswith("_"))
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    meant = usual.get(name) or next(iter(near), "")
-    hint = f"; did you mean {meant!r}?" if meant else ""
+    hint = meant(name, public, usual)
     # Without an object Python adds no guess of its own.
     return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None)
+
+
+def meant(name: str, public: Iterable[str], usual: Mapping[str, str]) -> str:
+    """``; did you mean 'train'?``; empty if no name is near. Arguments as for ``no_attribute``."""
+    names = sorted(one for one in public if not one.startswith("_"))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    found = usual.get(name) or next(iter(near), "")
+    return f"; did you mean {found!r}?" if found else ""
 
 
 def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

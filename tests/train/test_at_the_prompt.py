@@ -47,6 +47,17 @@ def test_a_name_that_is_not_there_is_told_the_one_that_was_meant(owner: str, nam
     assert not hasattr(found, "nothing_like_it")
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("on_epoch_ends", "on_epoch_end"), ("on_train_batch_end", "on_step_end")],
+)
+def test_a_method_of_a_callback_that_nothing_calls_is_told(name: str, known: str):
+    text = f"nothing calls Mine.{name}; did you mean {known!r}?"
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        type("Mine", (gs.callbacks.Callback,), {name: lambda self, context: None})
+    type("Mine", (gs.callbacks.Callback,), {"on_my_own_event": lambda self: None, known: print})
+
+
 def test_the_role_may_be_left_out():
     short, by_name, long = (nn.Linear(2, 2) for _ in range(3))
     assert short.place(1) is short  # type: ignore[operator]

@@ -18,7 +18,9 @@ from graphsplit.checkpoint.position import Position
 from graphsplit.checkpoint.states import Loaded, PathLike
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.feeding.data_watch import DrawWatch, generators_near
+from graphsplit.frames import warn_users
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.text import meant
 
 
 class TrainedModel(Protocol):
@@ -143,6 +145,20 @@ class RunContext:
                     )
 
 
+# What other libraries call the methods of a callback.
+_USUAL = {
+    "on_batch_end": "on_step_end",
+    "on_train_batch_end": "on_step_end",
+    "on_train_start": "on_train_begin",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_validation_end": "on_epoch_end",
+    "on_after_backward": "on_gradients",
+    "on_exception": "on_failure",
+}
+
+
 class Callback:
     """Base class of callbacks; override what you need.
 
@@ -154,6 +170,19 @@ class Callback:
 
     runs_last = False
     may_stop: bool | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Warn of a method that nothing calls, as it is misspelled, or has another library's name.
+
+        Args:
+            kwargs: Those of other bases.
+        """
+        super().__init_subclass__(**kwargs)
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name, method in vars(cls).items():
+            is_new = name.startswith("on_") and callable(method) and name not in known
+            if is_new and (hint := meant(name, known, _USUAL)):
+                warn_users(f"nothing calls {cls.__qualname__}.{name}{hint}")
 
     def state_dict(self) -> dict[str, Any]:
         """The state that ``Model.save`` must keep of this callback for a run that goes on.
