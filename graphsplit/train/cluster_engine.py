@@ -323,8 +323,7 @@ class ClusterEngine(ClusterState):
                 meanwhile = None
             yield phase, state.values
         if planned.exchange is not None:
-            nothing = [()] * planned.exchange.part.num_microbatches
-            planned.exchange.runner.run(step, nothing)
+            planned.exchange.runner.run(step, [()] * planned.exchange.part.num_microbatches)
         self.planner.writes.after_step()
 
     def _use_measurements(self, planned: PlannedStep) -> None:
