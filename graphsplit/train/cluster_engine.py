@@ -292,8 +292,8 @@ class ClusterEngine(ClusterState):
                 known = answered(phase, division, step, self.planner, self._job, self.progress)
             with known as phase:
                 plan, profiler = phase.planned, self.profiler
-                mode = plan.plan.placed.graph.mode
-                is_watched = plan.wants_costs or (profiler.is_on and mode is Mode.TRAIN)
+                is_trained = plan.plan.placed.graph.mode is Mode.TRAIN
+                is_watched = plan.wants_costs or (profiler.is_on and is_trained)
                 if is_watched:
                     profiler.begin(plan, step)
                 before = note_left(plan, self._job.rank) if plan.left_by_calls else []
@@ -313,18 +313,22 @@ class ClusterEngine(ClusterState):
                     for inputs in phase.inputs:
                         share_written(self._job.control, plan, inputs, holders)
                 if plan.asking_inputs and division is not None and holders == self._job.ranks:
-                    asking = map(leaves, division.microbatches[phase.start :])
-                    share_gradients_of_inputs(self._job.control, plan, state.of_inputs, asking)
-                if plan.runner not in self._have_run:
-                    self._have_run.add(plan.runner)
-                    tensors = named_state(self._task.network, self._task.loss_fn)
-                    if share_sizes(self._job.control, plan.plan, tensors):
-                        self.planner.recordings.forget_sizes()
+                    given = map(leaves, division.microbatches[phase.start :])
+                    share_gradients_of_inputs(self._job.control, plan, state.of_inputs, given)
+                self._note_run(plan)
                 meanwhile = None
             yield phase, state.values
         if planned.exchange is not None:
             planned.exchange.runner.run(step, [()] * planned.exchange.part.num_microbatches)
         self.planner.writes.after_step()
+
+    def _note_run(self, plan: ReadyPlan) -> None:
+        """After a plan's first run workers tell each other the sizes that it gave to buffers."""
+        if plan.runner not in self._have_run:
+            self._have_run.add(plan.runner)
+            tensors = named_state(self._task.network, self._task.loss_fn)
+            if share_sizes(self._job.control, plan.plan, tensors):
+                self.planner.recordings.forget_sizes()
 
     def _use_measurements(self, planned: PlannedStep) -> None:
         """Once a plan that waits for its costs has been timed often enough, use them."""
