@@ -316,3 +316,17 @@ def test_capture_leaves_the_model_and_the_generator_untouched() -> None:
     assert all(p is same[0][name] for name, p in network.named_parameters())
     assert all(b is same[1][name] for name, b in network.named_buffers())
     assert all(p.grad is None for p in network.parameters())
+
+
+def test_an_operation_of_an_earlier_capture_answers_for_those_that_look_the_same_alone() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.contiguous() + 1
+
+    def ran(x: torch.Tensor) -> list[str]:
+        return targets(captured(Rows(), x, mode=Mode.PREDICT))
+
+    rows, columns = torch.zeros(3, 4), torch.zeros(4, 3).T
+    for _ in range(2):
+        assert ran(rows) == ["add.Tensor"]  # it is x itself
+        assert ran(columns) == ["contiguous.default", "add.Tensor"]

@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphsplit.capture.operations.known_answers import KnownAnswers
 from graphsplit.torch_ext.attributes import operator_schema
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
 
 _IN_PARTS = "CompositeImplicitAutograd"
+# Which operand a result is, or each of several results.
+_Found = int | list[int | None] | None
 
 
 def remove_identities(graph: Graph) -> None:
     """Let the users of a freshly exported graph's identities use the operands."""
-    known: dict[Any, Any] = {}  # the same operation on operands of the same form: run once
+    casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    known = KnownAnswers[_Found]("identities", *casts)  # run where autocast may be on
     for node in list(graph.nodes):
         if not _may_be_identity(node):
             continue
-        form = _form(node)
-        if form not in known or form is None:
-            known[form] = _run(node)
-        found, operands = known[form], node.all_input_nodes
+        found, operands = known.of(node, _run), node.all_input_nodes
         had_users = bool(node.users)
         if isinstance(found, list):
             for user in list(node.users):
@@ -72,20 +73,7 @@ def _look(node: Node) -> Any:
     return value.dtype, str(value.shape)  # dynamic sizes are alike where their expressions are
 
 
-def _form(node: Node) -> Any:
-    """All that an operation's result on fake tensors depends on; None where that is not known."""
-    positions = {operand: f"%{i}" for i, operand in enumerate(node.all_input_nodes)}
-    values = [value_of(operand) for operand in positions]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return None
-    shapes = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values)
-    if not all(type(n) is int for shape, strides, *_ in shapes for n in (*shape, *strides)):
-        return None
-    arguments = torch.fx.map_arg((node.args, node.kwargs), positions.__getitem__)
-    return node.target, repr(arguments), shapes
-
-
-def _run(node: Node) -> int | list[int | None] | None:
+def _run(node: Node) -> _Found:
     """Run an operation on fake tensors; returns which operand the result, or each of it, is."""
     given: dict[Node, Any] = {}
 

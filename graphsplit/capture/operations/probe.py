@@ -18,31 +18,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from graphsplit.capture.operations.known_answers import KnownAnswers
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import opaque_call, operands_at
 from graphsplit.capture.operations.regions import in_region, region_of
 from graphsplit.torch_ext.attributes import operator_schema, schema_of
 from graphsplit.torch_ext.fakes import on_fakes
-from graphsplit.torch_ext.private import (
-    SWITCHES,
-    OpOverload,
-    has_kernel,
-    kernels_of_python,
-    pytree,
-)
+from graphsplit.torch_ext.private import OpOverload, has_kernel, pytree
 
 _IN_PARTS = "CompositeImplicitAutograd"
 _Answer = tuple[tuple[bool, ...], frozenset[int]] | None
-
-# What operations of ATen have answered in this process, as the next capture asks much the same:
-# by PyTorch's switches and kernels, of which those of the last capture are kept.
-_known: dict[tuple[Any, ...], dict[tuple[Any, ...], _Answer]] = {}
-_MOST_KNOWN = 16384
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ def makes_views(node: Node) -> bool:
 
 
 class Probe:
-    """Asks operations; asks those that look alike once, as the layers of a tall network do.
+    """Asks operations; asks those that look alike once.
 
     Args:
         grad_enabled: Whether autograd is on where the operations will run.
@@ -77,11 +68,7 @@ class Probe:
 
     def __init__(self, *, grad_enabled: bool) -> None:
         self._grad_enabled = grad_enabled
-        self._known: dict[tuple[Any, ...], _Answer] = {}
-        around = (repr([read() for read in SWITCHES]), frozenset(kernels_of_python), grad_enabled)
-        if around not in _known:
-            _known.clear()
-        self._known_before = _known.setdefault(around, {})
+        self._known = KnownAnswers[_Answer]("gradients", grad_enabled)
 
     def ask(self, node: Node, carries_grad: Mapping[Node, bool]) -> Differentiation | None:
         """Run an operation on fake tensors.
@@ -98,43 +85,12 @@ class Probe:
             repeated = operands_at(node, call.traits.repeated)
             return Differentiation(call.traits.carries_grad, frozenset(repeated))
         operands = node.all_input_nodes
-        key = _look(node, carries_grad)
-        known = self._known_before if _is_like_any_other(node) else self._known
-        if key not in known:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known[key] = _run(node, carries_grad, grad_enabled=self._grad_enabled)
-        found = known[key]
+        run = partial(_run, carries_grad=carries_grad, grad_enabled=self._grad_enabled)
+        carries = (carries_grad.get(operand, False) for operand in operands)
+        found = self._known.of(node, run, region_of(node), *carries)
         if found is None:
             return None
         return Differentiation(found[0], frozenset(operands[index] for index in found[1]))
-
-
-def _look(node: Node, carries_grad: Mapping[Node, bool]) -> tuple[Any, ...]:
-    """All that the answer depends on."""
-    operands = node.all_input_nodes
-    index = {operand: f"%{i}" for i, operand in enumerate(operands)}
-    arguments = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
-    values = (operand.meta.get("val") for operand in operands)
-    looks = (
-        (v.dtype, v.device, str(v.shape), str(v.stride()))
-        if isinstance(v, torch.Tensor)
-        else repr(v)
-        for v in values
-    )
-    carries = (carries_grad.get(n, False) for n in operands)
-    return node.target, region_of(node), repr(arguments), *looks, *carries
-
-
-def _is_like_any_other(node: Node) -> bool:
-    """Whether the answer holds in other captures: nothing in it has a meaning in this one alone."""
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-        return False
-    values = [operand.meta.get("val") for operand in node.all_input_nodes]
-    return all(
-        isinstance(v, torch.Tensor) and all(type(n) is int for n in (*v.shape, *v.stride()))
-        for v in values
-    ) and not any(operand.op == "get_attr" for operand in node.all_input_nodes)
 
 
 def _run(node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool) -> _Answer:
