@@ -148,8 +148,9 @@ def _encode(value: Any) -> Any:
     fix = "convert it in the data set or in collate_fn."
     if hasattr(value, "get_seq_length"):  # a cache of transformers
         fix = (
-            "pass all tokens to each predict, with use_cache=False; Model(..., dynamic_dims={1: "
-            "largest}) makes one plan for all lengths."
+            "pass all tokens to each call, with use_cache=False; dynamic_dims={1: largest} of "
+            "gs.Model or gs.distribute makes one plan for all lengths. To call generate(), load "
+            "the saved weights in one process."
         )
     raise ConfigurationError(
         f"a batch holds a {type(value).__name__}; expected tensors, numbers, strings, None, and "
