@@ -23,6 +23,45 @@ def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides lay a tensor out without gaps or overlap."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def spans_meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors of one memory do not lie one behind the other in it."""
+    (begin, end), (begin_of_other, end_of_other) = _span(one), _span(other)
+    return begin < end_of_other and begin_of_other < end
+
+
+def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors of one memory have bytes in common."""
+    if not spans_meet(one, other):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    (begin, end), (begin_of_other, end_of_other) = _span(one), _span(other)
+    first, size = min(begin, begin_of_other), one.element_size()
+    taken = torch.zeros((max(end, end_of_other) - first) // size, dtype=torch.bool)
+    marks, marks_of_other = (
+        taken.as_strided(t.shape, t.stride(), t.storage_offset() - first // size)
+        for t in (one, other)
+    )
+    marks.fill_(True)
+    return bool(marks_of_other.any())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in its memory, in bytes."""
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    return begin * size, (begin + int(span_elements(tensor.shape, tensor.stride()))) * size
+
+
 class DynamicSize(int):
     """A size that changes from batch to batch: the largest number it may be.
 

@@ -28,6 +28,7 @@ from graphsplit.capture.reach.reach import holders
 from graphsplit.capture.rounds import Rounds
 from graphsplit.marks.annotations import NODE_KEY
 from graphsplit.torch_ext.attributes import buffers_of, schema_of, storage_of
+from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TRACERS, without_modes
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
@@ -234,9 +235,7 @@ class Pretence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *operands: Any) -> torch.Tensor:
         """Make the result."""
-        made = torch.empty_strided(
-            output.shape, output.stride(), dtype=output.dtype, device=output.device
-        )
+        made = formed_like(output)
         if not output.requires_grad:
             ctx.mark_non_differentiable(made)
         return made

@@ -18,6 +18,7 @@ from torch import nn
 
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call
+from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import FakeTensorMode, pytree
 
@@ -122,10 +123,7 @@ def error_of_zeros(
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return made.zero_()
+    return formed_like(tensor).zero_()
 
 
 def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

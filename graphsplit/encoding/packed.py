@@ -19,7 +19,7 @@ import torch
 
 from graphsplit.encoding.values import decode, encode, from_text, meta_from_json, to_text
 from graphsplit.errors import CheckpointError, FrameError
-from graphsplit.tensor_meta import ALIGNMENT, contiguous_strides, span_elements
+from graphsplit.tensor_meta import ALIGNMENT, contiguous_strides, is_dense, span_elements
 from graphsplit.torch_ext.private import foreach_copy_
 
 _LENGTH_BYTES = 8
@@ -73,14 +73,6 @@ class Slots(dict[str, TensorSlot]):
         )
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a copy: the tensor's own where those leave no gaps and do not overlap."""
-    strides = tuple(tensor.stride())
-    is_dense = span_elements(tensor.shape, strides) == tensor.numel()
-    overlaps = any(s == 0 for n, s in zip(tensor.shape, strides, strict=True) if n > 1)
-    return strides if is_dense and not overlaps else contiguous_strides(tensor.shape)
-
-
 class FlatTensors:
     """Copies of named tensors, side by side in memory that is used again and again."""
 
@@ -104,8 +96,9 @@ class FlatTensors:
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.slots, size = Slots(), 0
         for name, tensor in tensors.items():
-            strides = _dense_strides(tensor)
-            slot = TensorSlot(tensor.dtype, tuple(tensor.shape), strides, size)
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            strides = strides if is_dense(shape, strides) else contiguous_strides(shape)
+            slot = TensorSlot(tensor.dtype, shape, strides, size)
             self.slots[name] = slot
             size = -(-(size + slot.size_bytes) // ALIGNMENT) * ALIGNMENT
         if size > self.memory.numel():

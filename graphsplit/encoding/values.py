@@ -30,7 +30,7 @@ import json
 import marshal
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides
+from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides, is_dense
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
 _PAIRS = ("$map", "$counter")
@@ -194,7 +194,7 @@ def _encode_tensor(
     tensors[name] = value.detach()
     node: dict[str, Any] = {"$tensor": name}
     strides = tuple(value.stride())
-    if strides != contiguous_strides(value.shape) and _is_dense(value.shape, list(strides)):
+    if strides != contiguous_strides(value.shape) and is_dense(value.shape, strides):
         node["strides"] = list(strides)
     return node
 
@@ -309,22 +309,12 @@ def _decode_pairs(tag: str, content: Any, tensor: Callable[[str], torch.Tensor])
 def _with_strides(value: torch.Tensor, strides: Any) -> torch.Tensor:
     if strides is None:
         return value
-    if not isinstance(strides, list) or not _is_dense(value.shape, strides):
+    is_known = isinstance(strides, list) and len(strides) == value.dim()
+    is_known = is_known and all(type(s) is int and 0 <= s < 1 << 62 for s in strides)
+    if not is_known or not is_dense(value.shape, strides):
         raise CheckpointError(f"a saved tensor of shape {list(value.shape)} has strides {strides}")
     laid_out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return laid_out.copy_(value)
-
-
-def _is_dense(shape: Sequence[int], strides: list[Any]) -> bool:
-    """Whether strides, from wherever they came, lay a tensor out without gaps or overlap."""
-    if len(strides) != len(shape) or not all(type(s) is int and 0 <= s < 1 << 62 for s in strides):
-        return False
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= max(size, 1)
-    return True
 
 
 def tensor_names(node: Any) -> list[str]:

@@ -15,6 +15,7 @@ from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import PlacementError
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.tensor_meta import share_elements
 
 
 def overlapping(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
@@ -36,7 +37,7 @@ def overlapping(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str], ...
         (first, second)
         for names in by_memory.values()
         for first, second in itertools.combinations(names.values(), 2)
-        if _overlap(tensors[first], tensors[second])
+        if share_elements(tensors[first], tensors[second])
     )
 
 
@@ -114,27 +115,3 @@ def _refusal(first: str, second: str, workers: Collection[int], how: str) -> Pla
         f"  Fix: place both on one worker, or make them one tensor, as in "
         f"second.weight = first.weight, and take views of it in forward."
     )
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one memory have bytes in common."""
-    (begin, end), (other_begin, other_end) = _span(first), _span(second)
-    if end <= other_begin or other_end <= begin:
-        return False
-    if first.dtype != second.dtype:
-        return True
-    size = first.element_size()
-    taken = torch.zeros(max(end, other_end) // size, dtype=torch.bool)
-    _marks(taken, first).fill_(True)
-    return bool(_marks(taken, second).any())
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in its memory, in bytes."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin, size = int(tensor.storage_offset()), tensor.element_size()
-    return begin * size, (begin + int(last) + 1) * size
-
-
-def _marks(taken: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -36,7 +36,7 @@ from graphsplit.errors import InvariantError
 from graphsplit.rewrite.in_place_calls import WrittenCall, describe_write, reads_its_own_write
 from graphsplit.rewrite.rebuild import rebuilt
 from graphsplit.rewrite.shared_memory import SharedMemory
-from graphsplit.torch_ext.fakes import copy_notes
+from graphsplit.torch_ext.fakes import copy_notes, formed_like
 from graphsplit.torch_ext.private import FakeTensor
 
 _PURE = (operator.getitem, torch.ops.aten.alias.default)
@@ -334,9 +334,7 @@ class _Functionaliser:
 
 def _like(value: FakeTensor) -> torch.Tensor:
     with value.fake_mode, torch.no_grad():
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
+        return formed_like(value)
 
 
 def _fake_view(made: FxNode, like: FxNode) -> Any:

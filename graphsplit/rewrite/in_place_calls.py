@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.effects import HIDDEN_WRITES, written_operands
 from graphsplit.capture.operations.memory_calls import filled
-from graphsplit.tensor_meta import span_elements
+from graphsplit.tensor_meta import share_elements, spans_meet
 from graphsplit.torch_ext.attributes import operator_schema, storage_of
 from graphsplit.torch_ext.private import OpOverload, pytree
 
@@ -150,18 +149,10 @@ def _overlap(operand: Node, other: Node, by_element: bool) -> bool:
     layouts = [_layout(one), _layout(two)]
     if None in layouts or one.dtype != two.dtype:
         return True
-    (sizes, strides, start), (other_sizes, other_strides, other_start) = layouts  # type: ignore[misc]
     if layouts[0] == layouts[1]:
         return not by_element
-    end = start + span_elements(sizes, strides)
-    other_end = other_start + span_elements(other_sizes, other_strides)
-    if end <= other_start or other_end <= start:
-        return False
-    if max(math.prod(sizes), math.prod(other_sizes)) > _MAX_COMPARED:
-        return True
-    return not _addresses(sizes, strides, start).isdisjoint(
-        _addresses(other_sizes, other_strides, other_start)
-    )
+    is_long = max(one.numel(), two.numel()) > _MAX_COMPARED
+    return spans_meet(one, two) and (is_long or share_elements(one, two))
 
 
 def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
@@ -169,13 +160,6 @@ def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]
     if not all(isinstance(number, int) for number in numbers):
         return None
     return tuple(value.shape), value.stride(), int(value.storage_offset())
-
-
-def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> set[int]:
-    found = {start} if 0 not in sizes else set()
-    for size, stride in zip(sizes, strides, strict=True):
-        found = {address + i * stride for address in found for i in range(size)}
-    return found
 
 
 def _holds(value: Any, nodes: Collection[Node]) -> bool:

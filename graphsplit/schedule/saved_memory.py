@@ -19,7 +19,7 @@ from graphsplit.capture.graph import Node
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.segments import Segment
 from graphsplit.torch_ext.attributes import storage_of
-from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.fakes import formed_like, on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload
 
 
@@ -92,9 +92,7 @@ class _Forward:
             node = self._by_name.get(operand.name)
             if isinstance(value, FakeTensor):
                 with value.fake_mode:
-                    value = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
+                    value = formed_like(value)
                 if node is not None and node.requires_grad:
                     value.requires_grad_()
                 if node is not None and node.is_state:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
@@ -20,6 +21,13 @@ _NOTES = ("nn_module_stack", "stack_trace", "custom")
 def value_of(node: Node) -> Any:
     """The fake tensor, or what else, that stands for a node's value."""
     return node.meta.get("val")
+
+
+def formed_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same form, strides included; its values are any."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
 def copy_notes(made: Node, like: Node) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from graphsplit.capture.operations.known_answers import KnownAnswers
 from graphsplit.torch_ext.attributes import operator_schema
-from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.fakes import formed_like, on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
 
 _IN_PARTS = "CompositeImplicitAutograd"
@@ -82,9 +82,7 @@ def _run(node: Node) -> _Found:
             for operand in node.all_input_nodes:
                 value = given[operand] = value_of(operand)
                 if isinstance(value, torch.Tensor):
-                    given[operand] = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
+                    given[operand] = formed_like(value)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), given.__getitem__)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 

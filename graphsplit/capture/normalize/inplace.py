@@ -26,6 +26,7 @@ from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
+from graphsplit.tensor_meta import is_dense
 from graphsplit.torch_ext.attributes import operator_schema, overload_name
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
@@ -276,7 +277,7 @@ def _shared_later(node: Node, base: Node, sharing: list[Node], position: dict[No
 
 def _same_layout(node: Node, base: Node) -> bool:
     meta = base.meta.get("val")
-    if not isinstance(meta, torch.Tensor) or not _is_dense(meta):
+    if not isinstance(meta, torch.Tensor) or not is_dense(meta.shape, meta.stride()):
         return False
     for operand in node.all_input_nodes:
         value = operand.meta.get("val")
@@ -286,18 +287,4 @@ def _same_layout(node: Node, base: Node) -> bool:
             return False
         if value.shape == meta.shape and value.stride() != meta.stride():
             return False
-    return True
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    strides = sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    )
-    expected = 1
-    for stride, size in strides:
-        if stride != expected:
-            return False
-        expected *= size
     return True

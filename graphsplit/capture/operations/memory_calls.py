@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.operations.regions import ORDINARY, Region, in_region
+from graphsplit.torch_ext.fakes import formed_like
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,7 @@ def copy_of(memory: torch.Tensor) -> torch.Tensor:
     """
     copy = memory.clone()
     if copy.stride() != memory.stride():
-        copy = torch.empty_strided(
-            memory.size(), memory.stride(), dtype=memory.dtype, device=memory.device
-        ).copy_(memory)
+        copy = formed_like(memory).copy_(memory)
     if memory.requires_grad and not copy.requires_grad:
         copy.requires_grad_(True)
     return copy

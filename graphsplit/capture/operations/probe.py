@@ -29,7 +29,7 @@ from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import opaque_call, operands_at
 from graphsplit.capture.operations.regions import in_region, region_of
 from graphsplit.torch_ext.attributes import operator_schema, schema_of
-from graphsplit.torch_ext.fakes import on_fakes
+from graphsplit.torch_ext.fakes import formed_like, on_fakes
 from graphsplit.torch_ext.private import OpOverload, has_kernel, pytree
 
 _IN_PARTS = "CompositeImplicitAutograd"
@@ -132,9 +132,7 @@ def _shadow(operand: Node, carries_grad: bool, target: OpOverload | MemoryCall) 
     value = operand.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return value
-    shadow = torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+    shadow = formed_like(value)
     if carries_grad:
         shadow.requires_grad_(True)
         # A leaf must not be modified in place.

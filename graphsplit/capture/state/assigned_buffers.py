@@ -27,7 +27,7 @@ from graphsplit.capture.state.old_values import noted_as_assignment
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
 from graphsplit.guards.values import MISSING
-from graphsplit.tensor_meta import span_elements
+from graphsplit.tensor_meta import spans_meet
 from graphsplit.torch_ext.attributes import (
     BUFFERS,
     NOT_SAVED,
@@ -242,16 +242,7 @@ def _let_hold(table: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _overlap(one: Any, other: torch.Tensor) -> bool:
     """Whether two tensors may have memory in common."""
-    if not isinstance(one, torch.Tensor) or _memory(one) != _memory(other):
-        return False
-    (start, end), (its_start, its_end) = _extent(one), _extent(other)
-    return start < its_end and its_start < end
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first element of a tensor in its memory, and the one after the last."""
-    start = int(tensor.storage_offset())
-    return start, start + int(span_elements(tensor.shape, tensor.stride()))
+    return _memory(one) is not None and _memory(one) == _memory(other) and spans_meet(one, other)
 
 
 def _check_form(found: Assigned) -> None:

@@ -45,6 +45,7 @@ from graphsplit.torch_ext.attributes import (
     add_form,
     buffers_of,
     named_tensors,
+    shown_form,
     storage_of,
 )
 from graphsplit.torch_ext.private import FakeTensor
@@ -342,7 +343,7 @@ class KeptTensors:
                 continue
             is_kept = isinstance(item.old, KeptValue) or id(item.old) in self._held
             is_users = isinstance(item.old, torch.Tensor) and not is_kept
-            old = item.old if is_users and _look(item.old) == _look(item.value) else None
+            old = item.old if is_users and shown_form(item.old) == shown_form(item.value) else None
             if old is not None or buffers_of(self._network).get(name) is None:
                 found[name] = _Wanted(item.value, item.place, item.label, old)
         return found
@@ -440,7 +441,7 @@ def may_be_a_buffer(old: Any, place: Place) -> bool:
         and not isinstance(old, KeptValue)  # another Model's, over a network that shares the module
         and isinstance(new, torch.Tensor)
         and new.layout is torch.strided
-        and _look(old) == _look(new)
+        and shown_form(old) == shown_form(new)
         and not old.requires_grad
         and not new.requires_grad
     )
@@ -463,13 +464,9 @@ def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
         yield from _leaves(item, f"{label}[{key!r}]")
 
 
-def _look(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} {list(tensor.stride())} {tensor.device}"
-
-
 def _name_of(label: str, tensor: torch.Tensor) -> str:
     """The name of a buffer: the place, and the form, which may change from step to step."""
-    return f"{KEPT}{label} {_look(tensor)}".replace(".", "·")
+    return f"{KEPT}{label} {shown_form(tensor)}".replace(".", "·")
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import span_elements
+from graphsplit.tensor_meta import spans_meet
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.private import storage_use_count
 
@@ -96,16 +96,7 @@ class Twins:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one memory, and not one behind the other."""
-    if storage_of(one) != storage_of(other):
-        return False
-    (start, end), (start_of_other, end_of_other) = _span(one), _span(other)
-    return start < end_of_other and start_of_other < end
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The places of a memory between which a tensor lies, in elements."""
-    start = int(tensor.storage_offset())
-    return start, start + span_elements(tuple(tensor.shape), tensor.stride())
+    return storage_of(one) == storage_of(other) and spans_meet(one, other)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
