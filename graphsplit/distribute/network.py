@@ -132,11 +132,12 @@ class Distributed:
         job: The job.
 
     Attributes:
+        task: What a call runs.
         kept: The whole state, while ``state_dict`` answers on each worker by itself.
     """
 
     def __init__(self, task: Task, job: Job) -> None:
-        self._task, self._job = task, job
+        self.task, self._job = task, job
         self.calls = NetworkCalls(task, job)
         self._casting: dict[torch.dtype | None, NetworkCalls] = {None: self.calls}
         self.kept: dict[str, Any] | None = None
@@ -150,7 +151,7 @@ class Distributed:
     @contextmanager
     def _as_itself(self) -> Iterator[None]:
         """Inside, the network is of its own class: it is captured, or its state is taken."""
-        network: Any = self._task.network
+        network: Any = self.task.network
         kind = type(network)
         is_cast = torch.is_autocast_enabled("cpu")
         casts = torch.autocast("cpu", enabled=False) if is_cast else nullcontext()
@@ -174,7 +175,7 @@ class Distributed:
         """
         if self._job.is_stopping and not self._job.script.stops_own_loop:
             raise StoppedInOrder
-        name = f"{CALL_OF}{type(self._task.network).__name__}"
+        name = f"{CALL_OF}{type(self.task.network).__name__}"
         if self._loop.is_in_backward:
             raise ConfigurationError(
                 f"{name} was made by a backward, as torch.utils.checkpoint does\n"
@@ -187,10 +188,10 @@ class Distributed:
         originals, together, _ = taken_apart(*arguments)
         plain = [_plain(one) for one in originals]
         given = together(plain)
-        take_over_given(self._task.network, self._loop)
+        take_over_given(self.task.network, self._loop)
         with self._as_itself():
             if dtype not in self._casting:
-                task = dataclasses.replace(self._task, autocast=dtype)
+                task = dataclasses.replace(self.task, autocast=dtype)
                 self._casting[dtype] = NetworkCalls(task, self._job)
             self.calls = self._casting[dtype]
             others = others_of(self._tensors()) if self._gradients is None else ()
@@ -203,7 +204,7 @@ class Distributed:
             if others:
                 tensors = self._tensors()
                 make_copies(others, lambda name: mark_of(tensors[name], self._loop))
-            self._loop.num_calls += self._task.network.training
+            self._loop.num_calls += self.task.network.training
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             return call.outputs(together(inputs), self._loop)
 
@@ -217,7 +218,7 @@ class Distributed:
         return found
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return named_state(self._task.network, None)
+        return named_state(self.task.network, None)
 
     def load_state_dict(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Load what this worker owns."""
@@ -228,7 +229,7 @@ class Distributed:
 
     def _within(self, name: str, run: Any, *args: Any) -> Any:
         def inside() -> Any:
-            take_over_given(self._task.network, self._loop)
+            take_over_given(self.task.network, self._loop)
             with self._as_itself():
                 return run(*args)
 
@@ -242,7 +243,7 @@ class Distributed:
         self._take_note(self._tensors(), dict(self.calls.planner.owners))
 
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
-        job, network = self._job, self._task.network
+        job, network = self._job, self.task.network
         residence = Residence(owned_state(tensors), owners, job.rank, job.num_workers)
         self._loop.settle(str(id(self)), residence)
         by_id = residence.owner_by_id()
@@ -276,7 +277,7 @@ class Distributed:
 
     def copy(self, memo: dict[int, Any]) -> Any:
         """A copy of the network, each tensor of which lives where the one before it does."""
-        network: Any = self._task.network
+        network: Any = self.task.network
         take_over_given(network, self._loop)
         owners = self.calls.planner.owners
         tensors = owned_state(self._tensors())
@@ -287,7 +288,7 @@ class Distributed:
             made: Any = network.__new__(type(network))
             memo[id(network)] = made
             made.__dict__.update(copy.deepcopy(network.__dict__, memo))
-        behind = Distributed(dataclasses.replace(self._task, network=made), self._job)
+        behind = Distributed(dataclasses.replace(self.task, network=made), self._job)
         _give_class(made, behind)
         if owners:
             copies = owned_state(named_state(made, None))

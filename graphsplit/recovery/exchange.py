@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,31 +11,29 @@ from graphsplit.errors import CheckpointError, FrameError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.recovery.agreement import Target
 from graphsplit.recovery.snapshot.disk import SnapshotFolder, parse, text_of
+from graphsplit.recovery.snapshot.replicator import MOST_PART_BYTES, HeldCopies
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-
-Pieces = Sequence[torch.Tensor]
-_MAX_PART_BYTES = 1 << 40  # memory is taken for what has come, not for what is announced
 
 
 def exchange_parts(
-    group: WorkerGroup, target: Target, held: Pieces, log: Pieces
-) -> tuple[SnapshotShard, list[str]] | None:
+    group: WorkerGroup, target: Target, own: Mapping[int, SnapshotShard], held: HeldCopies
+) -> tuple[SnapshotShard, list[str] | None]:
     """Give every worker that has just started the part of the one whose place it takes.
 
     Args:
         group: All workers.
         target: Where all go on.
-        held: The part of the worker before this one, if this one holds it.
-        log: Its lines, likewise.
+        own: The parts that this worker has taken, by number.
+        held: What it holds of the worker before it.
 
     Returns:
-        The part and the lines that this worker was given; None if it has its own.
+        This worker's part; and the lines that it was given, None if it has its own.
     """
     given = None
     for rank in target.fresh:
         holder = (rank + 1) % group.num_workers
         if group.rank == holder:
-            for pieces in (held, log):
+            for pieces in (held.parts.get(target.number, ()), held.lines()):
                 group.send(*pieces, to=(rank,))
         elif group.rank == rank:
             part = _receive_part(group, holder)
@@ -45,7 +43,7 @@ def exchange_parts(
                     f"worker {holder} holds snapshot {part.number}; expected {target.number}"
                 )
             given = part, lines
-    return given
+    return given or (own[target.number], None)
 
 
 def gather_parts(
@@ -77,7 +75,7 @@ def gather_parts(
 
 
 def _receive_part(group: WorkerGroup, source: int) -> SnapshotShard:
-    pieces = list(group.receive(_MAX_PART_BYTES, source=source, is_exact=False))
+    pieces = list(group.receive(MOST_PART_BYTES, source=source, is_exact=False))
     return SnapshotShard.read(pieces, what=f"the part held by worker {source}")
 
 

@@ -11,12 +11,10 @@ import torch
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
-from graphsplit.encoding.values import decode, encode
+from graphsplit.encoding.values import encode
 from graphsplit.errors import CheckpointError
-from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
-from graphsplit.planning.task import named_state
-from graphsplit.recovery.agreement import START, Offer, Target, choose
+from graphsplit.recovery.agreement import START, Offer, Target
 from graphsplit.recovery.exchange import (
     exchange_parts,
     gather_parts,
@@ -31,13 +29,10 @@ from graphsplit.recovery.snapshot.disk import (
     ModelsOnDisk,
     model_folder,
 )
-from graphsplit.recovery.snapshot.parts import SMALLEST_LIMIT, Parts
+from graphsplit.recovery.snapshot.parts import Parts
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
-from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.recovery.snapshot.shard import GENERATORS, SnapshotShard
 from graphsplit.recovery.snapshot.share import ModelSnapshot
-
-_GENERATORS = "generators"
-_STATE_FACTOR = 16  # an optimizer that keeps more per parameter is not known
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,6 @@ class Snapshots(Parts):
         replicator.wait_committed(replicator.offered)  # [Note: at most two]
         self._forget_old(replicator.committed)
         self._number += 1
-        self._since_disk += steps
         models = tuple(share.index for share in self._shares if share.matters)
         num_lines = len(self._results.lines)
         place = ScriptPoint(self._number, ordinal, inside, model, num_lines, models)
@@ -137,12 +131,8 @@ class Snapshots(Parts):
         for share in self._shares:
             share.given_at[self._number] = share.given()
         part = self._copy(place)
-        goes_to_disk = self._folder is not None and (
-            is_last or not inside or self._since_disk >= self._settings.disk_every
-        )
+        goes_to_disk = self._goes_to_disk(replicator, steps, is_due=is_last or not inside)
         if goes_to_disk:
-            replicator.wait_stored()
-            self._since_disk = 0
             # Complete ones are kept, and the next one replaces the oldest when it is complete.
             self._on_disk = (*self._on_disk, self._number)[-KEEP - 1 :]
         self._offer(part, self._script(place) if goes_to_disk else None)
@@ -153,18 +143,12 @@ class Snapshots(Parts):
         self._replicator.offer(part, pieces_of(lines[self._num_sent :]), script=script)
         self._num_sent = len(lines)
 
-    def wait_safe(self) -> None:
-        """Wait until the last snapshot counts, and is on disk if it goes there."""
-        self.wait_offered()
-        assert self._replicator is not None
-        self._replicator.wait_stored()
-
     def _copy(self, place: ScriptPoint) -> SnapshotShard:
         tensors: dict[str, torch.Tensor] = {}
         generators = all_generators()
         nodes = [share.collect(tensors, generators[1]) for share in self._shares if share.matters]
-        encoded = encode(generators, tensors, path=_GENERATORS)
-        values = {"place": records.to_node(place), "models": nodes, _GENERATORS: encoded}
+        encoded = encode(generators, tensors, path=GENERATORS)
+        values = {"place": records.to_node(place), "models": nodes, GENERATORS: encoded}
         return self._copied(values, tensors)
 
     def _script(self, place: ScriptPoint) -> dict[str, Any]:
@@ -174,7 +158,7 @@ class Snapshots(Parts):
         return {
             "place": records.to_node(place),
             "source": source,
-            _GENERATORS: pack(all_generators(), what=_GENERATORS) if mine else None,
+            GENERATORS: pack(all_generators(), what=GENERATORS) if mine else None,
             "lines": list(self._results.lines) if mine else [],
         }
 
@@ -196,16 +180,7 @@ class Snapshots(Parts):
 
     def _begin_replicating(self, held: HeldCopies) -> Replicator:
         self._num_sent = 0
-        return self._replicate(held, self._limit_bytes())
-
-    def _limit_bytes(self) -> int:
-        """No part can be larger: an optimizer keeps a few tensors per parameter at most."""
-        sizes = [
-            tensor.numel() * tensor.dtype.itemsize
-            for share in self._shares
-            for tensor in named_state(share.task.network, share.task.loss_fn).values()
-        ]
-        return SMALLEST_LIMIT + _STATE_FACTOR * sum(sizes)
+        return self._replicate(held)
 
     # Going back.
 
@@ -227,11 +202,8 @@ class Snapshots(Parts):
         held = old.held if old is not None else HeldCopies()
         own = dict(old.own) if old is not None else {}
         group = self._job.control
-        offer = self._make_offer(own, held, can_start)
-        told = group.exchange(records.to_text(offer))
-        what = "an offer of snapshots"
         seats = self._job.seats if self._job.goes_on else None
-        target = choose([read_record(Offer, text, what=what) for text in told], seats)
+        target = self._choose(self._make_offer(own, held, can_start), seats)
         self._target, self._part, self._owners = target, None, target.owners
         number = target.number
         if number == START:
@@ -248,13 +220,11 @@ class Snapshots(Parts):
         if self._job.goes_on:
             return self._agree_whole(target, held, own)
         kept = held.only(number)
-        given = exchange_parts(group, target, kept.parts.get(number, ()), kept.lines())
-        if given is not None:
-            self._part, lines = given
+        self._part, lines = exchange_parts(group, target, own, kept)
+        if lines is not None:
             self._results.replace(lines)
             self._places[number] = _read_place(self._part.values.get("place"))
         else:
-            self._part = own[number]
             self._results.cut(self._places[number].num_lines)
         place = self._places[number]
         self._begin_again(number, kept, own, place)
@@ -312,7 +282,6 @@ class Snapshots(Parts):
     ) -> None:
         """A new generation begins at a snapshot: forget what came after it."""
         self._is_established = True
-        self._number, self._since_disk = number, 0
         for later in [n for n in self._places if n > number]:
             del self._places[later]
         earlier = [n for n in self._on_disk if n < number]
@@ -322,8 +291,6 @@ class Snapshots(Parts):
                 self._release(part)
         if place is not None:
             self._places[number] = place
-        if self._folder is not None and self._job.rank == 0:
-            self._folder.remove_after(number)
         self._begin_replicating(held)
 
     def restore(self, *, is_rollback: bool) -> None:
@@ -360,13 +327,12 @@ class Snapshots(Parts):
             if resumption is not None and place.inside and share.index == place.model:
                 resumption.is_rollback = is_rollback
         if self._target.from_disk:
-            packed = self._script_on_disk.get(_GENERATORS)
-            set_all_generators(unpack(packed, what=_GENERATORS))
+            packed = self._script_on_disk.get(GENERATORS)
+            set_all_generators(unpack(packed, what=GENERATORS))
         else:
             part = self._whole[0] if self._job.goes_on else self._part
             assert part is not None
-            encoded = part.values[_GENERATORS]
-            set_all_generators(decode(encoded, lambda name: part.tensor(name).clone()))
+            part.put_generators()
         self.wait_offered()
 
     def _put_back_starts(self, but: Collection[int]) -> None:

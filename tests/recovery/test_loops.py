@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recovery_features.networks import OtherForms
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
 from torch import nn
@@ -29,6 +30,7 @@ assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:network or loss reads"),
     pytest.mark.timeout(300),
 ]
 
@@ -192,7 +194,49 @@ def trainer(gs: Any, ranks: list[int]) -> Any:
     return [*found, one.meter.count, one.scaler.get_scale(), one.order.get_state()]
 
 
-SCRIPTS = {"everything": everything, "plain_epochs": plain_epochs, "trainer": trainer}
+class WarmingUp(nn.Module):
+    """A loss that counts, and says so in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return nn.functional.cross_entropy(out, target) / self.count
+
+
+def other_forms(gs: Any, ranks: list[int]) -> Any:
+    """A buffer is registered in forward, another one grows; the loss has an extra state."""
+    torch.manual_seed(0)
+    net: Any = OtherForms()
+    for part, rank in zip((net.first, net.second, net.third), ranks, strict=False):
+        part.place("MS_WORKER", rank)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net, losses, data, criterion = gs.distribute(net), [], loader(None), WarmingUp()
+    random.seed(1)
+    np.random.seed(2)
+    for x, y in gs.loop(data, keep=[optimizer, losses, criterion]):
+        optimizer.zero_grad()
+        loss = criterion(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return results(net, optimizer, losses)
+
+
+SCRIPTS = {
+    "everything": everything,
+    "plain_epochs": plain_epochs,
+    "trainer": trainer,
+    "other_forms": other_forms,
+}
 _expected: dict[str, Any] = {}
 
 

@@ -81,6 +81,19 @@ class Meter:
         self.count += 1
 
 
+class WarmingUp(nn.Module):
+    """A loss that counts in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count = nn.Module(), 0
+        self.inner.register_buffer("scale", torch.ones(1))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return value / self.count
+
+
 class Trained:
     """A network and its optimizer, under a job that waits for lost workers."""
 
@@ -117,6 +130,19 @@ def counts_in_an_object() -> None:
     for _ in gs.loop(range(3), [one.optimizer]):
         one.step()
         meter.update()
+
+
+def counts_in_a_module() -> None:
+    one, weigh = Trained(), nn.Sequential(WarmingUp())
+    del weigh[0].inner.scale
+    for _ in gs.loop(range(3), [one.optimizer]):
+        weigh(one.step())
+
+
+def counts_in_a_module_that_is_kept() -> None:
+    one, weigh = Trained(), nn.Sequential(WarmingUp())
+    for _ in gs.loop(range(3), [one.optimizer, weigh]):
+        weigh(one.step())
 
 
 def writes_into_a_tensor() -> None:
@@ -210,6 +236,8 @@ def trains_a_model_beside() -> None:
         (carries, "carries 'total' from one batch to the next"),
         (appends, "a batch changes losses, which is not kept"),
         (counts_in_an_object, "a batch changes meter.count, which is not kept"),
+        (counts_in_a_module, "a batch changes weigh.0.count, which is not kept"),
+        (counts_in_a_module_that_is_kept, "a batch changes weigh.0.count, which is not kept"),
         (writes_into_a_tensor, "a batch changes sums, which is not kept"),
         (forgets_the_scheduler, "uses scheduler, a StepLR with a state, which is not kept"),
         (keeps_no_optimizer, "the loop steps an optimizer, SGD, that it does not keep"),

@@ -28,6 +28,7 @@ from graphsplit.job.group import read_record
 from graphsplit.job.script import ModelCall
 from graphsplit.job.stream import (
     CHUNK_BYTES,
+    HEADER,
     SNAPSHOTS,
     TOGETHER_BYTES,
     IncomingStream,
@@ -165,8 +166,8 @@ def test_a_part_without_a_number_is_refused(number: Any):
 def test_a_snapshot_on_disk_of_another_version_is_refused_with_both_numbers():
     text = text_of(3, {"lines": []})
     assert parse(text, what="it") == {"lines": []}
-    with pytest.raises(CheckpointError, match=r"snapshot of version 1; .* reads version 3"):
-        parse(text.replace('"version":3', '"version":1'), what="it")
+    with pytest.raises(CheckpointError, match=r"snapshot of version 1; .* reads version 4"):
+        parse(text.replace('"version":4', '"version":1'), what="it")
 
 
 def offer(own: tuple[int, ...] = (), held: tuple[int, ...] = (), **more: Any) -> Offer:
@@ -273,6 +274,19 @@ def test_a_call_that_runs_again_from_its_beginning_has_its_callbacks_as_they_wer
     assert late.state_dict() == {}
 
 
+def test_a_worker_with_little_holds_a_part_of_any_size():
+    fabric, policy = MemoryFabric(), WaitPolicy(AbortSignal(), 5.0)
+    first, second = (MemoryTransport(fabric, generation=1, policy=policy) for _ in range(2))
+    abort = SimpleNamespace(add_waker=lambda wake: None, cause=None)
+    job = SimpleNamespace(rank=1, num_workers=2, transport=second, abort=abort)
+    beside = replicator.Replicator(cast(Any, job), held=replicator.HeldCopies())
+    beside._open()
+    header = bytearray(HEADER.pack(replicator.PART, 3, 48 << 30))
+    sender = first.open_sender(channel_spec(SNAPSHOTS, 0, 1, 2))
+    sender.send(torch.frombuffer(header, dtype=torch.uint8), step=0, microbatch=0)
+    assert beside._pump() and not beside.held.parts
+
+
 class Clock:
     """Time that passes only where somebody sleeps."""
 
@@ -303,7 +317,7 @@ def test_computing_goes_first_but_not_for_ever(
         abort=SimpleNamespace(add_waker=lambda wake: None, cause=None),
         member=SimpleNamespace(position=position),
     )
-    beside = replicator.Replicator(cast(Any, job), held=replicator.HeldCopies(), limit_bytes=1)
+    beside = replicator.Replicator(cast(Any, job), held=replicator.HeldCopies())
     beside._let_computing_first()
     assert clock.now == pytest.approx(expected, abs=replicator.LOOK_S)
     beside._num_waiting = 1  # the computing thread waits for the snapshot itself

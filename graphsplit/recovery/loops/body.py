@@ -29,6 +29,7 @@ from graphsplit.recovery.loops.text import AroundText, BodyText, body_of
 from graphsplit.torch_ext.attributes import writes_of
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), tuple)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 64
 _DEEPEST = 3  # functions that functions of the body call
 
@@ -181,21 +182,47 @@ class _Seen:
         if isinstance(value, _PLAIN):
             yield label, value
             return
-        if id(value) in self.done or value is self.outside.source or self.outside.is_kept(value):
+        if id(value) in self.done or value is self.outside.source:
+            return
+        is_kept = self.outside.is_kept(value)
+        if is_kept and not isinstance(value, nn.Module):
             return
         self.done.add(id(value))
-        if isinstance(value, MethodType) and is_users(value.__func__.__code__.co_filename):
+        if isinstance(value, nn.Module):
+            if not is_kept:
+                yield label, value
+            yield from self._of_module(label, value, is_kept=is_kept, depth=depth)
+        elif isinstance(value, MethodType) and is_users(value.__func__.__code__.co_filename):
             yield from self.values(f"{label}.__self__", value.__self__, depth=depth)
             yield from self._of_function(value.__func__, depth)
         elif isinstance(value, FunctionType):
             if is_users(value.__code__.co_filename):
                 yield from self._of_function(value, depth)
-        elif _is_of_users_class(value) and not isinstance(value, (nn.Module, Stateful)):
+        elif _is_of_users_class(value) and not isinstance(value, Stateful):
             yield label, value
             for name, inner in list(vars(value).items()):
                 yield from self.values(f"{label}.{name}", inner, depth=depth)
         else:
             yield label, value
+
+    def _of_module(
+        self, label: str, module: nn.Module, *, is_kept: bool, depth: int
+    ) -> Iterator[tuple[str, Any]]:
+        """Plain attributes: snapshots have those of distributed networks, and extra states."""
+        if self.outside.is_distributed(module):
+            return
+        has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
+        if _is_of_users_class(module) and not (is_kept and has_extra):
+            forward = type(module).forward
+            if isinstance(forward, FunctionType):
+                yield from self._of_function(forward, depth)
+            for name, inner in list(vars(module).items()):
+                if name not in _OF_MODULES and not (is_kept and name == "training"):
+                    yield from self.values(f"{label}.{name}", inner, depth=depth)
+        for name, child in module.named_children():
+            if id(child) not in self.done:
+                self.done.add(id(child))
+                yield from self._of_module(f"{label}.{name}", child, is_kept=is_kept, depth=depth)
 
     def _of_function(self, function: Any, depth: int) -> Iterator[tuple[str, Any]]:
         if depth >= _DEEPEST:
@@ -249,5 +276,5 @@ def _in_a_dictionary(label: str) -> str:
     return (
         f"  Fix: keep it in a dictionary: counts = {{{name!r}: ...}} before the loop, "
         f"counts[{name!r}] in its body, and gs.loop(..., keep=[..., counts]); or give its class "
-        f"state_dict() and load_state_dict(), and keep the object."
+        f"state_dict() and load_state_dict(), a module a buffer, and keep the object."
     )

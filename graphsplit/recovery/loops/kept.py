@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,20 @@ from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch
 from graphsplit.checkpoint.states import Stateful
 from graphsplit.distribute.values import LoopValue
-from graphsplit.encoding.values import decode, encode
+from graphsplit.encoding.values import encode
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.planning.task import named_state
-from graphsplit.recovery.loops.networks import Tensors, add_tensors, put_tensors
+from graphsplit.recovery.loops.networks import (
+    Tensors,
+    add_tensors,
+    extra_states,
+    put_extra_states,
+    put_tensors,
+)
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.torch_ext.private import pytree
 
 CONTAINERS = (dict, list, set, deque, Counter)
-_Named = Mapping[str, torch.Tensor]
 
 
 def optimizers_in(kept: Sequence[Any]) -> Iterator[torch.optim.Optimizer]:
@@ -103,34 +109,32 @@ class KeptObjects:
     def _collected(self, path: str, one: Any, tensors: Tensors) -> Any:
         if isinstance(one, nn.Module):
             modes = [m.training for m in one.modules()]
-            return [modes, add_tensors(self._own(one), path, tensors), _encoded(
-                _metric_state(one), tensors, path)]  # fmt: skip
+            others = {"metric": _metric_state(one), "extra": extra_states(one)}
+            own = add_tensors(self._own(one), path, tensors)
+            return [modes, own, _encoded(others, tensors, path)]
         return _encoded(_state(one), tensors, path)
 
-    def put_back(self, nodes: Sequence[Any], tensors: _Named, running: Sequence[Any]) -> None:
+    def put_back(self, part: SnapshotShard, running: Sequence[Any]) -> None:
         """Let them be as they were.
 
         Args:
-            nodes: What ``collect`` gave.
-            tensors: The tensors, by name.
+            part: A part that has what ``collect`` gave.
             running: The loaders that are gone through, which stand where they should.
         """
-
-        def value(encoded: Any) -> Any:
-            return decode(encoded, lambda key: tensors[key].clone())
-
-        for (path, one), node in zip(self._parts(), nodes, strict=True):
+        for (path, one), node in zip(self._parts(), part.values["kept"], strict=True):
             if any(one is source for source in running):
                 continue
             if isinstance(one, nn.Module):
-                modes, names, metric = node
+                modes, names, others = node
                 for module, mode in zip(one.modules(), modes, strict=True):
                     module.training = mode
-                put_tensors(one, path, names, tensors)
-                for name, state in value(metric).items():
+                put_tensors(one, path, names, part)
+                states = part.decoded(others)
+                put_extra_states(one, states["extra"])
+                for name, state in states["metric"].items():
                     setattr(one, name, state)
             else:
-                _put(one, value(node))
+                _put(one, part.decoded(node))
 
 
 def _encoded(value: Any, tensors: Tensors, path: str) -> Any:

@@ -15,19 +15,26 @@ from torch import nn
 
 from graphsplit.capture.state.kept_names import register_again
 from graphsplit.checkpoint.contents import parameters_of
+from graphsplit.checkpoint.forms import forget_waiting_forms, kept_forms, put_forms
 from graphsplit.checkpoint.opaque_memory import OpaqueMemory
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.distribute.network import behind
 from graphsplit.distribute.states import hide_others, show_here, state_of
 from graphsplit.distribute.steps import settled
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.encoding.values import decode, encode
+from graphsplit.encoding.values import encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import named_state
-from graphsplit.recovery.snapshot.optimizers import put_entries, put_settings, settings_of
-from graphsplit.torch_ext.attributes import note_stepped
+from graphsplit.recovery.snapshot.optimizers import (
+    members_of,
+    put_entries,
+    put_settings,
+    settings_of,
+)
+from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.torch_ext.attributes import is_waiting, note_stepped
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,10 +89,12 @@ class LoopNetworks:
                 "trained": [p.requires_grad for p in network.parameters()],
                 "modes": [module.training for module in network.modules()],
                 "attributes": machinery.python_values(),
+                "forms": kept_forms(machinery.task),
                 "whole": memory.kept(is_all=True),
-                "extra": _extra_states(network),
+                "extra": extra_states(network),
             }
-            own = add_tensors(named_state(network, None), path, tensors)
+            named = named_state(network, None).items()
+            own = add_tensors({n: t for n, t in named if not is_waiting(n)}, path, tensors)
             found.append([index, encode(values, tensors, path=path), own])
         return found
 
@@ -99,16 +108,18 @@ class LoopNetworks:
                 f"  Fix: call gs.distribute and copy.deepcopy before the loop."
             )
 
-    def put_back(self, nodes: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def put_back(self, part: SnapshotShard) -> None:
         """Let all be as it was."""
         known = {index: (net, self._memories[at]) for at, (index, net) in enumerate(self._all())}
-        for index, node, names in nodes:
+        for index, node, names in part.values["networks"]:
             if index not in known:
                 raise StateError(_OTHERWISE)
             network, memory = known[index]
             machinery = behind(network)
             assert machinery is not None
-            values = decode(node, lambda name: tensors[name].clone())
+            values = part.decoded(node)
+            put_forms(machinery.task, values["forms"], values["owners"], self._loop.rank)
+            forget_waiting_forms(machinery.task)
             if values["owners"]:
                 machinery.settle_as(values["owners"])
             register_again(network, values["attributes"])
@@ -118,17 +129,23 @@ class LoopNetworks:
                 parameter.requires_grad_(is_trained)
             for module, mode in zip(network.modules(), values["modes"], strict=True):
                 module.training = mode
-            for path, state in values["extra"].items():
-                network.get_submodule(path).set_extra_state(state)
-            put_tensors(network, f"net{index}", names, tensors)
+            put_extra_states(network, values["extra"])
+            put_tensors(network, f"net{index}", names, part)
 
 
-def _extra_states(network: nn.Module) -> dict[str, Any]:
+def extra_states(network: nn.Module) -> dict[str, Any]:
+    """The answers of modules to ``get_extra_state``, by their paths."""
     return {
         path: module.get_extra_state()
         for path, module in network.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
+
+
+def put_extra_states(network: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give modules what ``extra_states`` gave."""
+    for path, state in states.items():
+        network.get_submodule(path).set_extra_state(state)
 
 
 def add_tensors(named: Mapping[str, torch.Tensor], path: str, tensors: Tensors) -> list[list[Any]]:
@@ -155,20 +172,17 @@ def add_tensors(named: Mapping[str, torch.Tensor], path: str, tensors: Tensors) 
 
 
 def put_tensors(
-    network: nn.Module,
-    path: str,
-    names: Sequence[Sequence[Any]],
-    tensors: Mapping[str, torch.Tensor],
+    network: nn.Module, path: str, names: Sequence[Sequence[Any]], part: SnapshotShard
 ) -> None:
     """Copy values and gradients into the tensors of a network."""
     named = named_state(network, None)
     for name, has_gradient in names:
-        target, value = named.get(name), tensors[f"{path}:{name}"]
+        target, value = named.get(name), part.tensor(f"{path}:{name}")
         if target is None or is_elsewhere(target) or target.shape != value.shape:
             raise CheckpointError(f"the snapshot does not hold {name} as this worker has it")
         with torch.no_grad():
             target.copy_(value)
-        target.grad = tensors[f"{path}:{name}:grad"].clone() if has_gradient else None
+        target.grad = part.tensor(f"{path}:{name}:grad").clone() if has_gradient else None
 
 
 _OTHERWISE = (
@@ -218,21 +232,20 @@ class LoopOptimizers:
             order = order_of(one)
             order.note(one)
             entries = {p: state for p, state in one.state.items() if not is_elsewhere(p)}
-            members = [[self._name(p, one) for p in g["params"]] for g in one.param_groups]
             values = {
                 "settings": settings_of(one),
-                "members": members,
+                "members": [[self._name(one, p) for p in group] for group in members_of(one)],
                 "num_steps": order.num_steps,
                 "is_settled": state_of(one) is not None,
                 "state": [
-                    [self._name(p, one), list(order.made.get(p, (0, 0))), dict(state)]
+                    [self._name(one, p), list(order.made.get(p, (0, 0))), dict(state)]
                     for p, state in entries.items()
                 ],
             }
             found.append(encode(values, tensors, path=f"optimizer{index}"))
         return found
 
-    def _name(self, parameter: Any, optimizer: torch.optim.Optimizer) -> str:
+    def _name(self, optimizer: torch.optim.Optimizer, parameter: Any) -> str:
         name = self._names.get(id(parameter)) if isinstance(parameter, torch.Tensor) else None
         if name is None:
             raise StateError(
@@ -242,12 +255,13 @@ class LoopOptimizers:
             )
         return name
 
-    def put_back(self, nodes: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def put_back(self, part: SnapshotShard) -> None:
         """Let all be as it was."""
+        nodes = part.values["optimizers"]
         if len(nodes) != len(self._all):
             raise StateError(_OTHERWISE)
         for one, node in zip(self._all, nodes, strict=True):
-            values = decode(node, lambda name: tensors[name].clone())
+            values = part.decoded(node)
             members = [[self._find(name) for name in group] for group in values["members"]]
             put_settings(one, values["settings"], members)
             if values["is_settled"]:

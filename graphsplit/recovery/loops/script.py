@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.generators import all_generators, set_all_generators
+from graphsplit.checkpoint.generators import all_generators
 from graphsplit.checkpoint.position import FROM_THE_START, LoaderWatch
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.encoding.values import decode, encode
+from graphsplit.encoding.values import encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError, StoppedInOrder
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall, Script
@@ -33,7 +33,7 @@ from graphsplit.recovery.loops.networks import LoopNetworks, LoopOptimizers
 from graphsplit.recovery.loops.rounds import LoopPlace, LoopRounds, reopened
 from graphsplit.recovery.loops.snapshots import LoopSnapshots
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.recovery.snapshot.shard import GENERATORS, SnapshotShard
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.train.cluster_engine import ClusterEngine
 
@@ -42,7 +42,6 @@ BOTH = (
     "brought back in different ways\n"
     "  Fix: use one of the two, or start the job with fail_fast."
 )
-_GENERATORS = "generators"
 
 
 class LoopScript(Script):
@@ -216,8 +215,7 @@ class LoopScript(Script):
             )
         part = self._part
         node = part.values["loaders"][depth]
-        saved = decode(node, lambda name: part.tensor(name).clone())
-        iterator, watch = reopened(source, saved, place.index)
+        iterator, watch = reopened(source, part.decoded(node), place.index)
         current = LoopRounds(number, source, watch, body, iterator, place.index)
         if depth + 1 == len(self._places):
             self._running.append(current)
@@ -228,14 +226,11 @@ class LoopScript(Script):
     def _restore(self, part: SnapshotShard) -> None:
         """The place is reached: from here on everything is as it was."""
         assert self._kept is not None
-        tensors = {name: part.tensor(name) for name in part.slots}
         with DisableTorchFunctionSubclass():
-            sources = [rounds.source for rounds in self._running]
-            self._kept.put_back(part.values, tensors, sources)
+            self._kept.put_back(part, [rounds.source for rounds in self._running])
         for rounds, node in zip(self._running, part.values["loaders"], strict=True):
-            rounds.go_on(decode(node, lambda name: tensors[name].clone()))
-        encoded = part.values[_GENERATORS]
-        set_all_generators(decode(encoded, lambda name: tensors[name].clone()))
+            rounds.go_on(part.decoded(node))
+        part.put_generators()
         self._places, self._part, self._since = (), None, 0
         self._snapshots.wait_offered()
 
@@ -293,7 +288,7 @@ class LoopScript(Script):
         """The state before the next batch is fetched."""
         generators = all_generators()
         loaders = [rounds.state(generators[1]) for rounds in self._running]
-        return {_GENERATORS: generators, "loaders": loaders}
+        return {GENERATORS: generators, "loaders": loaders}
 
     def _take(self, before: dict[str, Any], *, is_last: bool = False) -> None:
         """Take a snapshot at the head of a batch; the last one is safe when this returns."""
@@ -302,7 +297,7 @@ class LoopScript(Script):
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {
             "place": [[r.number, r.index - 1] for r in outer] + [[inner.number, inner.index]],
-            _GENERATORS: encode(before[_GENERATORS], tensors, path=_GENERATORS),
+            GENERATORS: encode(before[GENERATORS], tensors, path=GENERATORS),
             "loaders": [
                 encode(one, tensors, path=f"loader{index}")
                 for index, one in enumerate(before["loaders"])
@@ -364,13 +359,11 @@ class _Everything:
             "kept": self.objects.collect(tensors),
         }
 
-    def put_back(
-        self, values: Any, tensors: dict[str, torch.Tensor], running: Sequence[Any]
-    ) -> None:
+    def put_back(self, part: SnapshotShard, running: Sequence[Any]) -> None:
         """All of it, as it was."""
         try:
-            self.networks.put_back(values["networks"], tensors)
-            self.optimizers.put_back(values["optimizers"], tensors)
-            self.objects.put_back(values["kept"], tensors, running)
+            self.networks.put_back(part)
+            self.optimizers.put_back(part)
+            self.objects.put_back(part, running)
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"a snapshot cannot be put back: {error}") from error

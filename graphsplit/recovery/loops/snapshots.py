@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
-from graphsplit.encoding import records
 from graphsplit.errors import ClusterError
-from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
-from graphsplit.recovery.agreement import START, Offer, choose
+from graphsplit.recovery.agreement import START, Offer
 from graphsplit.recovery.exchange import exchange_parts
 from graphsplit.recovery.loops.anew import HandedOver, Successor
 from graphsplit.recovery.loops.disk import PartsOnDisk, read_part
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.parts import SMALLEST_LIMIT, Parts
-from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
+from graphsplit.recovery.snapshot.parts import Parts
+from graphsplit.recovery.snapshot.replicator import HeldCopies
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-
-_FACTOR = 16  # no worker's part is so much larger than that of the one before it
 
 
 class LoopSnapshots(Parts):
@@ -58,27 +53,21 @@ class LoopSnapshots(Parts):
             held=tuple(parts.held.parts),
             disk=() if self._folder is None else tuple(self._folder.numbers()),
         )
-        texts = group.exchange(records.to_text(offer))
-        told = [read_record(Offer, text, what="an offer of snapshots") for text in texts]
-        on_disk = tuple(number for one in told for number in one.disk)
-        target = choose([replace(one, reaches=on_disk) for one in told])  # all begin anew
-        self._parts, self._number = HandedOver(), target.number
-        if self._folder is not None and group.rank == 0:
-            self._folder.remove_after(target.number)
+        target = self._choose(offer, begins_anew=True)
+        self._parts = HandedOver()
         if target.number == START:
             return None
         kept = parts.held.only(target.number)
         if target.from_disk:
             part = read_part(group, self._folder, target.number)
         else:
-            given = exchange_parts(group, target, kept.parts.get(target.number, ()), ())
-            part = parts.own[target.number] if given is None else given[0]
+            part, _ = exchange_parts(group, target, parts.own, kept)
         if part.values.get("rank") != group.rank:
             raise ClusterError(
                 f"this process was worker {part.values.get('rank')}, and is worker {group.rank} "
                 f"now\n  Fix: start each worker with its MS_NODE_ID."
             )
-        self._replicating(part, kept).offer(part, ())
+        self._replicate(kept).offer(part, ())
         return part
 
     def take(
@@ -105,17 +94,11 @@ class LoopSnapshots(Parts):
             self.wait_offered()
         self._number += 1
         part = self._copied(values, tensors)
-        replicator = self._replicator or self._replicating(part, HeldCopies())
-        self._since_disk += rounds
-        is_due = is_last or self._since_disk >= self._settings.disk_every
-        goes_to_disk = self._folder is not None and is_due
-        if goes_to_disk:
-            replicator.wait_stored()
-            self._since_disk = 0
+        replicator = self._replicator or self._replicate(HeldCopies())
+        goes_to_disk = self._goes_to_disk(replicator, rounds, is_due=is_last)
         replicator.offer(part, (), script={} if goes_to_disk else None)
         if is_last:
-            replicator.wait_committed(self._number)
-            replicator.wait_stored()
+            self.wait_safe()
 
     def start_anew(self) -> NoReturn:
         """Start the script again, with the parts that are here."""
@@ -124,7 +107,3 @@ class LoopSnapshots(Parts):
         if self._replicator is not None:
             parts = HandedOver(dict(self._replicator.own), self._replicator.held)
         self._successor.start(self._job, parts)
-
-    def _replicating(self, part: SnapshotShard, held: HeldCopies) -> Replicator:
-        size = sum(piece.numel() for piece in part.pieces())
-        return self._replicate(held, max(SMALLEST_LIMIT, _FACTOR * size))

@@ -35,7 +35,7 @@ from graphsplit.security.private_files import replace_file
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
-VERSION = 3
+VERSION = 4
 MAX_BYTES = 1 << 30
 KEEP = 2
 WRITTEN, COMPLETE = "written", "complete"

@@ -36,7 +36,7 @@ PART, HELD, COMMITTED, STORED, ON_DISK, LOG, LOG_BEGINS = range(1, 8)
 POLL_S, AWAITED_POLL_S = 4e-3, 1e-3
 # For how long computing goes first, and how often to look whether it waits for a value itself.
 PATIENCE_S, LOOK_S = 10e-3, 0.5e-3
-_MAX_NOTE_BYTES = 1 << 30
+MOST_PART_BYTES = 1 << 40  # memory is taken for what has come, not for what is announced
 _COORDINATOR = 0
 
 
@@ -70,7 +70,6 @@ class Replicator:
     Args:
         job: The job.
         held: What is here already of the worker before this one.
-        limit_bytes: No part may be larger.
         disk: Writes parts to disk; None if nothing goes there.
 
     Attributes:
@@ -80,12 +79,9 @@ class Replicator:
         on_disk: Number of the newest snapshot that is complete on disk; -1 before.
     """
 
-    def __init__(
-        self, job: Job, *, held: HeldCopies, limit_bytes: int, disk: DiskWriter | None = None
-    ) -> None:
+    def __init__(self, job: Job, *, held: HeldCopies, disk: DiskWriter | None = None) -> None:
         self._job = job
         self._rank, self._num_workers = job.rank, job.num_workers
-        self._limit_bytes = limit_bytes
         self._disk = disk
         self.own: dict[int, SnapshotShard] = {}
         self.held = held
@@ -199,8 +195,8 @@ class Replicator:
             self._outgoing[peer] = OutgoingStream(sender)
         for peer in sorted({(me - 1) % n} | notes):
             receiver = self._job.transport.open_receiver(channel_spec(SNAPSHOTS, peer, me, n))
-            limit = max(self._limit_bytes, _MAX_NOTE_BYTES)
-            self._incoming[peer] = IncomingStream(receiver, source=peer, limit_bytes=limit)
+            stream = IncomingStream(receiver, source=peer, limit_bytes=MOST_PART_BYTES)
+            self._incoming[peer] = stream
 
     def _start(self) -> None:
         if self._thread is None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from graphsplit.checkpoint.generators import set_all_generators
 from graphsplit.encoding.packed import Packed
+from graphsplit.encoding.values import decode
 from graphsplit.errors import FrameError
 
+GENERATORS = "generators"
 _PAD_BYTES = 1024
 
 
@@ -35,6 +39,14 @@ class SnapshotShard(Packed):
         if type(number) is not int or number < 0:
             raise FrameError(f"{what} has no number")
         return found
+
+    def decoded(self, node: Any) -> Any:
+        """A value of this part. Its tensors are copies: the part's memory is used again."""
+        return decode(node, lambda name: self.tensor(name).clone())
+
+    def put_generators(self) -> None:
+        """Let all generators of random numbers go on as they were."""
+        set_all_generators(self.decoded(self.values[GENERATORS]))
 
     def padded(self) -> list[torch.Tensor]:
         """As bytes, of which most parts have the same number."""
