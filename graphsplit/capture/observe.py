@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,13 @@ from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.capture.rounds import Rounds
 from graphsplit.marks.annotations import NODE_KEY
-from graphsplit.torch_ext.attributes import buffers_of, schema_of, storage_of
+from graphsplit.torch_ext.attributes import (
+    buffers_of,
+    by_name,
+    draws_by_default,
+    schema_of,
+    storage_of,
+)
 from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TRACERS, without_modes
 from graphsplit.torch_ext.private import (
@@ -39,9 +45,6 @@ from graphsplit.torch_ext.private import (
     pytree,
 )
 from graphsplit.torch_ext.replaced import ANNOTATE, FORMAT, replaced
-
-_PROBABILITIES = ("p", "dropout_p", "dropout")
-_SWITCHES = ("train", "training", "is_training")
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _MAX_ANSWERS = 1000
@@ -111,10 +114,8 @@ class Observer(TorchDispatchMode):
                 self.foreign.setdefault(id(leaf), leaf)
         schema = schema_of(func)
         if schema is not None:
-            given = _by_name(schema, args, kwargs)
-            self._note_writes(schema, given)
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                self.is_random |= _draws(given)
+            self._note_writes(schema, by_name(schema, args, kwargs))
+            self.is_random |= draws_by_default(func, args, kwargs)
         if self.answer is None:
             return func(*args, **kwargs)
         result = (sized(func, self.answer) or func)(*args, **kwargs)
@@ -169,20 +170,6 @@ def reachable_values(function: Any, *, depth: int = 3) -> Iterator[Any]:
         yield value
         if depth and (callable(value) or isinstance(value, functools.partial)):
             yield from reachable_values(value, depth=depth - 1)
-
-
-def _by_name(schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
-    names = [argument.name for argument in schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _draws(given: dict[str, Any]) -> bool:
-    """Whether an operation that can draw does, from the default generator."""
-    if given.get("generator") is not None:
-        return False
-    if any(given.get(name) == 0 for name in _PROBABILITIES):
-        return False
-    return all(given.get(name) is not False for name in _SWITCHES)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from graphsplit.distribute.states import (
     show_here,
     state_of,
 )
+from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.child_process import is_child
@@ -36,6 +37,7 @@ from graphsplit.optimizers.own_step import OWN_HOOKS
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.data_attribute import watch_data
+from graphsplit.torch_ext.eager_mode import fuse_layers_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 # With the contexts of the step, the inner one first.
@@ -52,10 +54,15 @@ def install(network: nn.Module, loop: Loop) -> None:
     """
     _networks[network] = loop
     watch_data()
+    fuse_layers_of(_is_value)
     if before_step not in OWN_HOOKS:
         OWN_HOOKS.extend((before_step, after_step))
         register_optimizer_step_pre_hook(before_step)
         register_optimizer_step_post_hook(after_step)
+
+
+def _is_value(argument: Any) -> bool:
+    return isinstance(argument, LoopValue) or hasattr(type(argument), "as_loop_value")
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,7 +8,7 @@ reads a name inside torch's own modules stands in :mod:`graphsplit.torch_ext.pri
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar
@@ -19,6 +19,9 @@ from torch.fx import graph_module
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
+
+# Arguments of an operator that say whether it draws.
+_PROBABILITIES, _SWITCHES = ("p", "dropout_p", "dropout"), ("train", "training", "is_training")
 
 # A module: its tables, in which parameters, buffers and children are, and its hooks.
 PARAMETERS, BUFFERS, MODULES = TABLES = ("_parameters", "_buffers", "_modules")
@@ -157,6 +160,29 @@ def schema_of(function: Any) -> torch.FunctionSchema | None:
     """The same; None for a Python function."""
     schema = getattr(function, "_schema", None)
     return schema if isinstance(schema, torch.FunctionSchema) else None
+
+
+def draws_by_default(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws from the default generator.
+
+    On which device it runs decides which operator attention is: that it may draw says too little.
+    """
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    schema = operator_schema(operator)
+    given = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
+    given |= by_name(schema, args, kwargs)  # torch leaves out what is as the default is
+    if given.get("generator") is not None or any(given.get(n) == 0 for n in _PROBABILITIES):
+        return False
+    return all(given.get(name) is not False for name in _SWITCHES)
+
+
+def by_name(
+    schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by the names that a signature gives them."""
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def overload_name(operator: Any) -> str:

@@ -139,6 +139,26 @@ def _fused_layers() -> Iterator[None]:
         yield
 
 
+def fuse_layers_of(is_value: Callable[[Any], bool]) -> None:
+    """Let transformer layers take their fused path for tensors of a kind too, from now on.
+
+    They leave it where a tensor answers functions of torch itself, and have other bits then.
+
+    Args:
+        is_value: Whether an argument of such a path is a tensor of that kind.
+    """
+    original = torch.overrides.has_torch_function
+    if getattr(original, "__code__", None) is not None:
+        return  # it is so already
+
+    def has_torch_function(args: Iterable[Any]) -> bool:
+        if sys._getframe(1).f_code.co_filename.startswith(_LAYERS):
+            args = [one for one in args if not is_value(one)]
+        return bool(original(args))
+
+    torch.overrides.has_torch_function = has_torch_function
+
+
 def _has_own_torch_function(args: Iterable[Any]) -> bool:
     """The answer that there is without the modes of a capture."""
     ordinary = (torch.Tensor, torch.nn.Parameter, FakeTensor)

@@ -413,7 +413,45 @@ def renewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+class Encoder(nn.Module):
+    """Attention; a part of it is a method that the script calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def encode(self, x: torch.Tensor) -> Any:
+        """All but the last layer."""
+        return self.layer(self.first(x))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The whole."""
+        return self.last(self.encode(x))
+
+
+def attending(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Attention in the script: by a method of the network in eval mode, and by a function."""
+    net = Encoder()
+    parts = [net.first, net.layer.self_attn, net.layer.linear1, net.last]
+    net = distribute(placed(net, parts, ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for dropout in (0.0, 0.2):
+        optimizer.zero_grad()
+        made = net(torch.randn(6, 5, 8)).view(6, 5, 2, 4).transpose(1, 2)
+        loss = functional.scaled_dot_product_attention(made, made, made, dropout_p=dropout).sum()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+        net.eval()
+        with torch.no_grad():
+            yield net.encode(torch.randn(6, 5, 8))
+        net.train()
+    yield net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
+    attending,
     renewed,
     carried,
     measured,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import kinds_of_loops
 import loops
 import pytest
 import several_networks
+import torch
 from loop_helpers import Loop, assert_same_bits
-from recovery_helpers import threads_as_workers
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.nn import functional
+
+import graphsplit as gs
+from graphsplit.distribute.following.forms import Following
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -24,3 +32,31 @@ def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> Non
 @pytest.mark.parametrize("loop", kinds_of_loops.LOOPS, ids=lambda loop: loop.__name__)
 def test_a_loop_that_does_more_has_them_too(loop: Loop) -> None:
     assert_same_bits(loop, 3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_draws_where_it_drops(dropout: float) -> None:
+    values = torch.randn(2, 2, 5, 4)
+    with Following(has_values=True) as following:
+        functional.scaled_dot_product_attention(values, values, values, dropout_p=dropout)
+    assert following.draws == bool(dropout)
+
+
+def test_a_layer_that_the_script_calls_takes_the_fused_path(monkeypatch) -> None:
+    fused, calls = torch._transformer_encoder_layer_fwd, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return fused(*args, **kwargs)
+
+    def script(rank: int) -> Any:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        net = gs.distribute(nn.Sequential(nn.Linear(8, 8), layer))
+        net(torch.randn(6, 5, 8)).sum().backward()
+        net.eval()
+        with torch.no_grad():
+            return net[1](net[0](torch.randn(6, 5, 8))).sum().item()
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    ThreadCluster(script, 2, is_recoverable=False).run()
+    assert len(calls) == 2  # on each worker

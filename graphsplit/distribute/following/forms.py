@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphsplit.distribute.workers.loop import META
-from graphsplit.torch_ext.attributes import operator_schema
+from graphsplit.torch_ext.attributes import draws_by_default, operator_schema
 from graphsplit.torch_ext.private import OpOverload, TorchDispatchMode, num_dispatch_modes
 
 _STRIDED, _TENSOR = torch.strided, torch.Tensor
@@ -27,7 +27,7 @@ _PLAIN = frozenset(
 )
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _forms: dict[Any, tuple[bool, list[Form]]] = {}
-_known: dict[OpOverload, tuple[bool, bool]] = {}  # whether remembered, whether drawing
+_known: dict[OpOverload, tuple[bool, bool]] = {}  # whether remembered, and may draw
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -61,8 +61,8 @@ class Following(TorchDispatchMode):
 
     def _follow(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_remembered, draws = _known.get(func) or _found_out(func)
-        self.draws |= draws
+        is_remembered, may_draw = _known.get(func) or _found_out(func)
+        self.draws |= may_draw and draws_by_default(func, args, kwargs)
         # Other modes, which the script may have set, are to see every operation.
         if self._has_values or num_dispatch_modes() or not is_remembered:
             return func(*args, **kwargs)
