@@ -10,7 +10,8 @@ found out when it is captured, taken away, and left at each step on every worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ from graphsplit.guards.values import (
     differences,
     freeze,
     is_plain,
-    items_of,
+    paired,
     put_back,
     reference_of,
     shown,
@@ -83,12 +84,14 @@ class Change:
         old: The snapshot of what was there; ``MISSING`` where there was nothing.
         new: The snapshot of what is left, or the ``Computed`` number; ``MISSING`` if deleted.
         is_read: Whether the code read it before: then the next step may have another graph.
+        held_at: Other places, with what was there, whose containers are in what is left here.
     """
 
     place: Place
     old: Any
     new: Any
     is_read: bool
+    held_at: tuple[tuple[Place, Any], ...] = ()
 
     def __str__(self) -> str:
         new = str(self.new) if isinstance(self.new, Computed) else shown(self.new)
@@ -104,41 +107,39 @@ class Change:
         is_plain_value = new is MISSING or is_plain(new)
         return f"{self.place.label}: {shown(new) if is_plain_value else type(new).__name__}"
 
-    def leave(self, lifted: Sequence[Any]) -> None:
-        """Leave the value; in a container that is still there, its contents."""
-        new = value_of(self.new, lifted)
-        now = self.place.read()
-        if isinstance(new, Frozen) and type(now) is type(new.container) and _is_kept(self):
-            held: dict[int, Any] = {}
-            _pair_up(self.old, now, held)
-            put_back(_held_by(held, new))
-        else:
-            self.place.write(thaw(new))
+
+def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
+    """Leave all values of a step; in a container that is still there, its contents.
+
+    One container in two places is one afterwards, too: what changes it in one changes the other.
+
+    Args:
+        changes: What to leave.
+        lifted: The numbers from which others are computed.
+    """
+    held: dict[int, Any] = {}
+    for change in sorted(changes, key=lambda change: not change.is_read):
+        for place, old in ((change.place, change.old), *change.held_at):
+            if isinstance(old, Frozen):
+                for container, now in paired(old, place.read()):
+                    held.setdefault(id(container), now)
+    for change in changes:
+        new = value_of(change.new, lifted)
+        left = _left(new, held)
+        if not isinstance(new, Frozen) or left is not change.place.read():
+            change.place.write(left)
 
 
-def _is_kept(change: Change) -> bool:
-    """Whether forward changed what the container held, and did not put another one there."""
-    return isinstance(change.old, Frozen) and change.new.container is change.old.container
-
-
-def _pair_up(old: Any, now: Any, held: dict[int, Any]) -> None:
-    """Find, for every container of a snapshot, the one in its place now."""
-    if not isinstance(old, Frozen) or type(now) is not type(old.container):
-        return
-    held[id(old.container)] = now
-    if old.content is None and not isinstance(now, (set, frozenset)):
-        for item, its_now in zip(old.items, items_of(now), strict=False):
-            _pair_up(item, its_now, held)
-
-
-def _held_by(held: Mapping[int, Any], new: Any) -> Any:
+def _left(new: Any, held: dict[int, Any]) -> Any:
     """The value to leave, in the containers that are there; in new ones where forward made them."""
     if not isinstance(new, Frozen):
         return new
-    if id(new.container) not in held:
-        return thaw(new)
-    items = tuple([_held_by(held, item) for item in new.items])
-    return Frozen(held[id(new.container)], items, new.keys, new.content)
+    again = replace(new, items=tuple([_left(item, held) for item in new.items]))
+    known = held.get(id(new.container))
+    if known is None:
+        known = held[id(new.container)] = thaw(again)
+        return known
+    return put_back(replace(again, container=known))
 
 
 def changes_of(
@@ -154,16 +155,58 @@ def changes_of(
         CaptureError: Something was left that cannot be left again, and that is read.
     """
     found: list[Change] = []
+    held_at, regrouped = _places_of_containers(noted.values()), _regrouped(noted.values())
     for one in noted.values():
         now = one.place.read()
         is_left = one.is_written and not one.is_read  # whatever was there
         told = (_is_noted(one, difference, noted) for difference in differences(one.first, now))
-        if all(told) and not is_left:
+        if (
+            all(told)
+            and not is_left
+            and not regrouped.intersection(
+                (id(old), id(its_now)) for old, its_now in paired(one.first, now)
+            )
+        ):
             continue
-        found.append(Change(one.place, one.first, freeze(now), one.is_read))
+        new = freeze(now)
+        others = {
+            id(other): (other.place, other.first)
+            for container in _containers(new)
+            for other in held_at.get(id(container), ())[:1]
+            if other is not one
+        }
+        found.append(Change(one.place, one.first, new, one.is_read, tuple(others.values())))
     put_all_back(noted.values())
     made = [_with_numbers(change, compute) for change in found]
     return tuple(change for change in made if _can_be_left(change))
+
+
+def _containers(frozen: Any) -> Iterator[Any]:
+    if isinstance(frozen, Frozen):
+        yield frozen.container
+        for item in frozen.items:
+            yield from _containers(item)
+
+
+def _places_of_containers(noted: Iterable[Noted]) -> dict[int, list[Noted]]:
+    """The places in which each container was first, those that were read before others."""
+    found: dict[int, list[Noted]] = {}
+    for one in sorted(noted, key=lambda one: not one.is_read):
+        for container in _containers(one.first):
+            found.setdefault(id(container), []).append(one)
+    return found
+
+
+def _regrouped(noted: Iterable[Noted]) -> set[tuple[int, int]]:
+    """Containers and others in their place, by identity, where one became several or was several.
+
+    What they hold may be the same.
+    """
+    pairs = {
+        (id(old), id(now)) for one in noted for old, now in paired(one.first, one.place.read())
+    }
+    olds, nows = (Counter(pair[side] for pair in pairs) for side in (0, 1))
+    return {(o, n) for o, n in pairs if o != n and (olds[o] > 1 or nows[n] > 1)}
 
 
 def put_all_back(noted: Iterable[Noted]) -> None:

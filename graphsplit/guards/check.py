@@ -42,12 +42,15 @@ from graphsplit.guards.values import (
     Frozen,
     ValueDifference,
     differences,
+    entries_of,
     freeze,
     holder_of,
     is_mapping,
     is_scalar,
     keys_of,
+    kind_of,
     number_of,
+    paired,
     reference_of,
     same,
     shown,
@@ -82,6 +85,11 @@ class Watched:
         """The same place with the value that it has now."""
         value = self.place.read()
         return replace(self, value=freeze(value) if self.contents is MISSING else value)
+
+    def containers(self) -> Iterator[tuple[Any, Any]]:
+        """The user's containers that were read, each with what is there now."""
+        value = self.value if self.contents is MISSING else Frozen(self.value)
+        return iter(()) if self.is_structure else paired(value, self.place.read())
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,7 @@ class Guards:
     ) -> None:
         self.watched = tuple(watched)
         self.lifted = tuple(lifted)
-        self._types = [_kind_of(place.read()) for place in self.lifted]
+        self._types = [kind_of(place.read()) for place in self.lifted]
         self._free = {place.identity for place in self.lifted}
         self._classes = [(one, type(one)) for one in (types or {}).values()]
         owners = [(one, own_dictionary(one)) for one, _ in self._classes]
@@ -228,7 +236,7 @@ class Guards:
             is_same = self._is_identical()
         except (LookupError, ValueError):  # an entry, or the contents of a cell, is gone
             is_same = False
-        if is_same and (not self.lifted or self._lifted_are_numbers()):
+        if is_same and [kind_of(place.read()) for place in self.lifted] == self._types:
             return True
         return self._hold_by_value()
 
@@ -245,11 +253,20 @@ class Guards:
                 if place.identity not in self._free:
                     found.append(Failure(place, difference.old, difference.new))
         for place, kind in zip(self.lifted, self._types, strict=True):
-            if _kind_of(place.read()) != kind:
+            if kind_of(place.read()) != kind:
                 found.append(Failure(place, kind, place.read()))
         found += self._changed_objects()
         found += self._changed_switches()
-        return found
+        return found or list(self._regrouped())
+
+    def _regrouped(self) -> Iterator[Failure]:
+        """Places whose containers are one by now and were not, or were one and are not."""
+        by_old, by_now = dict[int, Any](), dict[int, Any]()
+        for watched in self.watched:
+            for old, now in watched.containers():
+                known = by_old.setdefault(id(old), now), by_now.setdefault(id(now), old)
+                if known[0] is not now or known[1] is not old:
+                    yield Failure(watched.place, "an object", "another one, or one with others")
 
     def value_at(self, label: str) -> Any:
         """The value that was at a place with a name; ``MISSING`` if none has it."""
@@ -283,9 +300,6 @@ class Guards:
             if not same(number, tensor.item()):
                 return False
         return self._switches is None or self._switches == _switches()
-
-    def _lifted_are_numbers(self) -> bool:
-        return [_kind_of(place.read()) for place in self.lifted] == self._types
 
     def _hold_by_value(self) -> bool:
         if self.failures():
@@ -389,7 +403,7 @@ class Guards:
         if frozen.content is not None:
             self._arrays.append(frozen)
             return
-        entries = [(entry(held, key, ""), item) for held, key, item in _entries(frozen)]
+        entries = [(entry(held, key, ""), item) for held, key, item in entries_of(frozen)]
         if any(place.identity in self._free for place, _ in entries) or is_structure:
             self._add_keys(frozen, are_found=is_structure and len(entries) == 1)
             for place, item in entries:
@@ -420,11 +434,6 @@ class Guards:
         if frozen.keys and not are_found:
             self._contents.append(keys_of(container))
             self._items += frozen.keys
-
-
-def _kind_of(value: Any) -> Any:
-    """The part of a lifted value that must stay: its class, and of a tensor the form."""
-    return (torch.Tensor, value.dtype, value.shape) if is_scalar(value) else type(value)
 
 
 _SWITCHES = (
@@ -470,16 +479,6 @@ def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:
 
 def _is_users(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
-
-
-def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
-    """Holder, key and value of every entry that can be written one by one."""
-    if is_mapping(frozen.container):
-        for key, item in zip(frozen.keys, frozen.items, strict=True):
-            yield holder_of(frozen.container), key, item
-    elif isinstance(frozen.container, list):
-        for index, item in enumerate(frozen.items):
-            yield frozen.container, index, item
 
 
 def _places_in(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:

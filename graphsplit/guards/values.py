@@ -147,6 +147,16 @@ def _content(value: Any) -> tuple[Any, ...]:
     return (getattr(value, "typecode", "b"), size, bytes(value))
 
 
+def entries_of(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
+    """Holder, key and value of every entry that can be written one by one."""
+    if is_mapping(frozen.container):
+        for key, item in zip(frozen.keys, frozen.items, strict=True):
+            yield holder_of(frozen.container), key, item
+    elif isinstance(frozen.container, list):
+        for index, item in enumerate(frozen.items):
+            yield frozen.container, index, item
+
+
 def thaw(frozen: Any) -> Any:
     """A value as in a snapshot, in containers of its own."""
     if not isinstance(frozen, Frozen):
@@ -290,6 +300,11 @@ def number_of(value: Any) -> Any:
     return value.item() if is_scalar(value) else value
 
 
+def kind_of(value: Any) -> Any:
+    """The part of a lifted value that must stay: its class, and of a tensor the form."""
+    return (torch.Tensor, value.dtype, value.shape) if is_scalar(value) else type(value)
+
+
 def same(frozen: Any, value: Any) -> bool:
     """Whether a value is the one of a snapshot, by type and bits."""
     return next(differences(frozen, value), None) is None
@@ -343,6 +358,16 @@ def differences(
             return
         for its_key, old, new in zip(keys, frozen.items, now, strict=True):
             yield from differences(old, new, within=value, key=its_key)
+
+
+def paired(frozen: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container of a snapshot, with what stands in its place in a value of the same form."""
+    if not isinstance(frozen, Frozen) or type(value) is not type(frozen.container):
+        return
+    yield frozen.container, value
+    if frozen.content is None and not isinstance(value, _SETS):
+        for item, its_now in zip(frozen.items, items_of(value), strict=False):
+            yield from paired(item, its_now)
 
 
 def _same_bits(one: Any, other: Any) -> bool:

@@ -14,6 +14,7 @@ from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.python.answers import Answers
 from graphsplit.capture.reach.plain import SharedValues
+from graphsplit.guards.changes import leave_all
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
@@ -304,8 +305,7 @@ class Planner:
             self._plans.move_to_end(key)
             if not self._is_settled:
                 self._free_others()
-        for change in recording.graph.state.changes:
-            change.leave(found.lifted)
+        leave_all(recording.graph.state.changes, found.lifted)
         is_own = found.numbers or asks
         return replace(planned, numbers=found.numbers, part=part, asks=asks) if is_own else planned
 

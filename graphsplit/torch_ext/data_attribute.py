@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import OWN, is_own, is_users, users_line_now
-from graphsplit.torch_ext.attributes import writes_of
+from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.stand_ins import StandIn
 
@@ -26,10 +26,11 @@ _ATTRIBUTE: Any = torch.Tensor.data
 
 _GRADIENT: Any = torch.Tensor.grad
 _HISTORY: Any = torch.Tensor.grad_fn
+_VERSION: Any = getattr(torch.Tensor, WRITES)
 
 
 class DataIsDetached(TorchCalls):
-    """Reads ``.data`` as ``.detach()``; refuses to set it, to read gradients, hooks on nodes."""
+    """Reads ``.data`` as ``.detach()``; refuses to set it, gradients, versions, hooks on nodes."""
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,6 +50,13 @@ class DataIsDetached(TorchCalls):
                 f"  {users_line_now()}\n"
                 f"  Fix: read it between steps, or in a callback, and keep what counts in an "
                 f"attribute."
+            )
+        if function == _VERSION.__get__ and args[0].is_leaf and _is_asked_by_user():
+            raise CaptureError(
+                f"forward or loss asks how often a tensor was written to ({WRITES}), which is "
+                f"another number at every step; the captured graph would keep the first\n"
+                f"  {users_line_now()}\n"
+                f"  Fix: compute anew what depends on the tensor, or count in an attribute."
             )
         found = function(*args, **kwargs)
         if function == _HISTORY.__get__ and found is not None and _is_asked_by_user():

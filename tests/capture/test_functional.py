@@ -232,6 +232,16 @@ def test_setting_data_is_refused() -> None:
     assert "tensor.data.copy_(new)" in str(caught.value)
 
 
+def test_a_number_of_writes_that_forward_asks_for_is_refused() -> None:
+    """As caches of weights do: it would be the one of the capture at every step."""
+
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        return net.fc(x).sum() * (1 + net.fc.weight._version)
+
+    with pytest.raises(CaptureError, match="how often a tensor was written to"):
+        of(run)
+
+
 @pytest.mark.parametrize("held", [lambda net, x: net.fc.weight, lambda net, x: x])
 def test_a_gradient_that_forward_reads_is_refused(held: Callable[..., torch.Tensor]) -> None:
     """A microbatch would see the sum of those before it: a graph has no such value."""

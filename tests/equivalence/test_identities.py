@@ -140,6 +140,7 @@ def test_the_answers_are_those_of_eager_mode(asked: str) -> None:
 OF_A_CLASS: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda net: net.own.gain,
     "of the class itself": lambda net: Gained.gain,
+    "of its type": lambda net: type(net.own).gain,
     "a method": lambda net: net.own.doubled(),
     "isinstance": lambda net: 2 if isinstance(net.own, Gained) else 1,
     "type": lambda net: 2 if type(net.own) is Gained else 1,

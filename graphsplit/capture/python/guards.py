@@ -204,8 +204,10 @@ class StateWatch:
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),
                 ):
-                    if any(map(users_classes, self._tensors.values())):
+                    kinds = {type(t) for t in self._tensors.values() if users_classes(t)}
+                    for kind in kinds:  # type(w).scale, w.__class__.scale
                         recorder.ask_classes()
+                        recorder.meet_class(kind)
                     yield
                 run_again.check()
                 iterators.check()

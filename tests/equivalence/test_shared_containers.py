@@ -1,0 +1,117 @@
+"""One list, dictionary or array in two places: whether it is one, and what changes it, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from torch import nn
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+Script = Callable[[int, Any], object]
+
+
+class Holds(nn.Module):
+    """Its factor is what a case makes of two containers."""
+
+    def __init__(self, forward: Forward, first: Any, second: Any) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.x, self.y, self.calls, self.made_of = first, second, 0, forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.other(self.made_of(self, torch.tanh(self.one(x))))
+        return made
+
+
+def _place(net: Any) -> None:
+    net.one.place("MS_WORKER", 0)
+    net.other.place("MS_WORKER", 1)
+
+
+def _asks_whether_one(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if net.x is net.y else h
+
+
+def _changes_one(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.x[0] += 0.125
+    return h * (1 + sum(net.y))
+
+
+def _makes_one(net: Any, h: torch.Tensor) -> torch.Tensor:
+    made = h * (1 + sum(net.y))
+    net.x[0] += 0.125
+    net.y = net.x
+    return made
+
+
+def _makes_one_once(net: Any, h: torch.Tensor) -> torch.Tensor:
+    made = h * (1 + sum(net.y))
+    if net.calls == 1:
+        net.y = net.x
+    net.calls += 1
+    return made
+
+
+def _parts(net: Any, h: torch.Tensor) -> torch.Tensor:
+    made = h * (1 + sum(net.y))
+    net.y = list(net.y)
+    net.x[0] += 0.125
+    return made
+
+
+def _makes_one_anew(net: Any, h: torch.Tensor) -> torch.Tensor:
+    made = h * (sum(net.y) + sum(net.x))
+    if net.calls == 1:
+        net.x = net.y = [1.0]
+    net.calls += 1
+    return made
+
+
+def _joins(step: int, net: Any) -> None:
+    if step == 2:
+        net.y = net.x
+    if step == 4:
+        net.y = net.x.copy()
+
+
+def _writes(step: int, net: Any) -> None:
+    if step > 2:
+        net.x[0] = 0.5 + step
+
+
+def _nothing(step: int, net: Any) -> None:
+    pass
+
+
+CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
+    "asked": (_asks_whether_one, _joins, lambda: ([1.0], [1.0])),
+    "joined by the script": (_changes_one, _joins, lambda: ([1.0], [1.0])),
+    "arrays": (_changes_one, _joins, lambda: (np.ones(2), np.ones(2))),
+    "joined by forward": (_makes_one, _writes, lambda: ([1.0], [1.0])),
+    "joined once": (_makes_one_once, _writes, lambda: ([1.0], [1.0])),
+    "a new one, once": (_makes_one_anew, _writes, lambda: ([1.0], [1.0])),
+    "parted by forward": (_parts, _nothing, lambda: ([one := [1.0], one])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 4, strict=False)))
+def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
+    forward, script, containers = CASES[case]
+    assert_same_bits(
+        lambda: Holds(forward, *containers()),
+        batches_of(8, 8),
+        steps=5,
+        num_workers=2,
+        place=_place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        before_step=lambda step, net, loss_fn: script(step, net),
+        plan_everywhere=True,
+    )
