@@ -46,6 +46,7 @@ from graphsplit.torch_ext.stand_ins import (
     counts_with,
     has_history,
     home_of,
+    in_backward,
     in_form,
     is_known,
     is_view,
@@ -259,7 +260,7 @@ def _move(written: Any, operands: Any) -> None:
     if type(written) not in (torch.Tensor, nn.Parameter) or len(whose) != 1:
         return
     owner: int = whose.pop()
-    home = home_of(written) if Elsewhere.may_move() else None
+    home = home_of(written) if Elsewhere.may_move() and not in_backward() else None
     if home is None or is_lending(home):
         return
     name = f"what {getattr(given[0], _WHOSE)[0]} was written to"

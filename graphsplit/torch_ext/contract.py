@@ -341,6 +341,7 @@ CONTRACT: tuple[PrivateName, ...] = (
             *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
         )
     ),
+    *_of("torch._C", "whether autograd runs, and a hook with it", "_current_graph_task_id"),
     *_of("torch", "on a GPU, sets the order of attention's kernels once", "_fused_sdp_choice"),
     *_of("torch.library", "which kernels Python has put in: others answer otherwise", "_impls"),
     # Functions that look at values between steps: torch/nn/utils/prune.py, parametrize.py,

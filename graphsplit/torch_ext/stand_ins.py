@@ -282,12 +282,18 @@ def in_form(tensor: torch.Tensor, *, device: Any = None) -> torch.Tensor:
         )
 
 
+def in_backward() -> bool:
+    """Whether autograd runs, and a hook with it: one worker alone would use what is made there."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def computes(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call computes with nothing but ordinary tensors, stand-ins and numbers."""
     given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     return (
         func in COMPUTING
         and "out" not in (kwargs or {})
+        and not in_backward()
         and all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
     )
 

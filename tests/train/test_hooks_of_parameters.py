@@ -113,6 +113,22 @@ def test_other_hooks_have_the_bits_of_a_plain_loop(register: Register) -> None:
     assert ThreadCluster(lambda _: train(register), 2).run() == [plain(register)] * 2
 
 
+def computes_with_anothers(net: nn.Module, log: list[str]) -> None:
+    net[2].weight.register_hook(lambda gradient: gradient * net[0].weight.mean())
+
+
+def adds_anothers(net: nn.Module, log: list[str]) -> None:
+    net[2].weight.register_hook(lambda gradient: gradient.clone().add_(net[0].weight.detach()[:2]))
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("register", [computes_with_anothers, adds_anothers])
+def test_a_hook_that_needs_a_value_of_another_worker_is_refused(register: Register) -> None:
+    """One worker alone runs it, so nobody has what it asks for."""
+    with pytest.raises(OwnershipError, match=r"0\.weight.* lives on worker 0, not here"):
+        ThreadCluster(lambda _: train(register), 2).run()
+
+
 def draws(net: nn.Module, log: list[str]) -> None:
     net[0].weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
 
