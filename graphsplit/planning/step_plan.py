@@ -10,7 +10,8 @@ Replicas share the microbatches of each plan among all of them, for a plan waits
 but where parts of gradients are kept for each microbatch, it runs where it would in any batch.
 
 A microbatch that leaves Python values with which the next one may have another graph runs by
-itself, too; and one whose code asks tensors for their values.
+itself, too; and one whose code asks tensors for their values. The latter runs where it would in a
+batch that asks nothing: while one replica runs what it has the answers for, the next one asks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -230,8 +231,6 @@ def plan_step(
         signature, count = shape.parts[0] if shape.parts else (shape.whole, 1)
         part = StepPart(count, first=opens, last=closes)
         found = planner.recording_for(mode, signature, note=note)
-        if found.recording.graph.num_answered is not None:
-            refuse_asking_replicas(planner, found.recording.graph)
         return PlannedStep((planner.plan_for(found, part, note=note),), (count,))
     return _plan_microbatches(planner, shape, note, opens=opens, closes=closes)
 
@@ -263,8 +262,8 @@ def _plan_microbatches(
             found = planner.recording_for(mode, signature, note=note)
         graph = found.recording.graph
         asks |= graph.num_answered is not None
-        if asks:
-            refuse_asking_replicas(planner, graph, asks=True)
+        if asks and num_kept:
+            _refuse_asking(graph)
         if count > 1 and (graph.is_other_after or asks):
             later, count = [(signature, count - 1), *later], 1
         has_replicas = planner.has_replicas or graph.has_replicas
@@ -277,7 +276,7 @@ def _plan_microbatches(
             is_microbatched=True,
             adds_up=planner.sums is not None and is_last,
             start=sum(sizes) if has_replicas else 0,
-            num_parts=num_parts if has_replicas and num_kept else 0,
+            num_parts=num_parts if has_replicas and (num_kept or asks) else 0,
             exchange=when,
         )
         plans.append(planner.plan_for(found, part, note=note))
@@ -296,27 +295,20 @@ def _plan_microbatches(
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
 
 
-def refuse_asking_replicas(planner: Planner, graph: CapturedGraph, *, asks: bool = False) -> None:
-    """Refuse replicas of a network whose code asks tensors for their values.
-
-    Args:
-        planner: Plans the step.
-        graph: What was recorded of it.
-        asks: Whether the code is known to ask; else the graph tells.
+def _refuse_asking(graph: CapturedGraph) -> NoReturn:
+    """Refuse code that asks tensors for their values, where gradients are kept by microbatch.
 
     Raises:
         PlacementError: Names the line that asks, if that is known.
     """
-    has_replicas = planner.has_replicas or graph.has_replicas or planner.num_kept > 0
-    if has_replicas and (asks or graph.asks):
-        node = graph.outputs[0].node
-        line = f"  {graph.nodes[node].source}\n" if graph.asks and node is not None else ""
-        raise PlacementError(
-            f"forward asks a tensor for its value, and there are replicas, or gradients that are "
-            f"kept by microbatch (accumulate_by)\n{line}"
-            f"  Fix: put the lines around it into a module with nothing placed inside, which is "
-            f"kept whole; or compute with the tensor itself (torch.where)."
-        )
+    node = graph.outputs[0].node
+    line = f"  {graph.nodes[node].source}\n" if graph.asks and node is not None else ""
+    raise PlacementError(
+        f"forward asks a tensor for its value, and gradients are kept by microbatch "
+        f"(accumulate_by)\n{line}"
+        f"  Fix: leave accumulate_by out; put the lines around it into a module with nothing "
+        f"placed inside, which is kept whole; or compute with the tensor itself (torch.where)."
+    )
 
 
 def _when_exchanged(num_kept: int, *, ends: bool) -> Exchange:

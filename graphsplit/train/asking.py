@@ -20,7 +20,7 @@ from graphsplit.job.job import Job
 from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
-from graphsplit.planning.step_plan import StepPhase, TrainingProgress, refuse_asking_replicas
+from graphsplit.planning.step_plan import StepPhase, TrainingProgress
 from graphsplit.runtime.random.randomness import all_generators, set_all_generators
 
 
@@ -52,8 +52,10 @@ def answered(
     try:
         while True:
             found = planner.recording_for(mode, signature)
-            refuse_asking_replicas(planner, found.recording.graph, asks=True)
-            phase = phase._replace(planned=planner.plan_for(found, phase.planned.part))
+            part = phase.planned.part
+            if phase.weights and found.recording.graph.has_replicas:  # behind the question
+                part = part._replace(start=phase.start, num_parts=len(division.microbatches))
+            phase = phase._replace(planned=planner.plan_for(found, part))
             if not phase.planned.asks:
                 break
             if phase.weights:

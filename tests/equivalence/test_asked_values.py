@@ -234,21 +234,99 @@ def test_what_is_asked_otherwise_is_refused_with_its_line(
     assert f"{__file__}:{use.__code__.co_firstlineno + 1}" in str(caught.value)
 
 
-def test_replicas_do_not_ask() -> None:
-    with pytest.raises(PlacementError, match="asks a tensor for its value, and there are replicas"):
-        train(caught, lambda net: net.other.place("MS_WORKER", [0, 1]))
-
-
-def train(use: Use, also: Callable[[Any], Any] = lambda net: None) -> None:
-    def place_all(net: Any) -> None:
-        place(net)
-        also(net)
-
+def train(use: Use) -> None:
     assert_same_bits(
         lambda: Asking(use),
         batches(1),
         num_workers=2,
-        place=place_all,
+        place=place,
         loss_fn=F.mse_loss,
         plan_everywhere=True,
     )
+
+
+def norms(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = net.norm(h)
+    if h[0].sum() > 0:
+        h = net.norm(F.dropout(net.mid(h), 0.3, net.training))
+    return F.dropout(h, 0.5, net.training)
+
+
+def in_a_region(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """Replicas behind the question."""
+    if h.mean() > 0:
+        h = net.mid(h)
+    with gs.place("MS_WORKER", [0, 2, 1]):
+        return torch.tanh(h) * 2
+
+
+def whole(net: Any) -> None:
+    net.place("MS_WORKER", [0, 1, 2])
+
+
+def mixed(net: Any) -> None:
+    net.place("MS_WORKER", [0, 1])
+    net.mid.place("MS_WORKER", [2, 1], rows=(1, 2))
+    net.last.place("MS_WORKER", 2)
+
+
+@pytest.mark.parametrize(
+    ("use", "replicas", "options"),
+    [
+        (norms, whole, {}),
+        (norms, mixed, {"gradient_order": "pairs"}),
+        (counted, whole, {"gradient_order": "pairs", "schedule": "zero_bubble"}),
+        (until, mixed, {"accumulate": 2}),
+        (chosen, mixed, {}),
+        (in_a_region, place, {"gradient_order": "pairs"}),
+        (in_a_region, place, {}),
+    ],
+)
+def test_replicas_ask_for_their_own_microbatches(use: Use, replicas: Any, options: Any) -> None:
+    cluster = assert_same_bits(
+        lambda: Asking(use),
+        batches(4, 14),
+        num_workers=3,
+        place=replicas,
+        loss_fn=F.mse_loss,
+        microbatches=6,
+        plan_everywhere=True,
+        evaluate_after=(1,),
+        **options,
+    )
+    if replicas is whole:  # each runs two of the six
+        plans = cluster.workers[0].planner._plans.values()
+        ran = {segment.worker for one in plans for segment in one.plan.segments}
+        assert ran == {0, 1, 2}
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_replicas_that_only_predict_ask() -> None:
+    torch.manual_seed(3)
+    start = Asking(norms).eval()
+    data = batches(5)
+    with torch.no_grad():
+        expected = [start(x) for x, _ in data]
+
+    def run(rank: int) -> Any:
+        net = copy.deepcopy(start)
+        whole(net)
+        return gs.Model(net, F.mse_loss).predict(iter(data))
+
+    for found in ThreadCluster(run, 3, is_recoverable=False).run():
+        assert all(map(torch.equal, expected, found))
+
+
+def test_kept_microbatches_do_not_ask() -> None:
+    with pytest.raises(PlacementError, match="asks a tensor for its value, and gradients are kept"):
+        assert_same_bits(
+            lambda: Asking(caught),
+            batches(2),
+            num_workers=2,
+            place=place,
+            loss_fn=F.mse_loss,
+            microbatches=4,
+            accumulate=2,
+            accumulate_by="microbatch",
+            plan_everywhere=True,
+        )
