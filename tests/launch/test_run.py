@@ -270,6 +270,20 @@ def test_a_script_that_never_calls_init_fails(tmp_path: Path, uses: str) -> None
         assert "[scheduler] trains" not in done.stdout
 
 
+def test_a_scheduler_s_process_started_by_hand_does_not_train_before_init(tmp_path: Path) -> None:
+    path = tmp_path / "alone.py"
+    path.write_text(
+        "import torch, graphsplit\n"
+        "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)\n"
+        "optimizer.step()\n"
+    )
+    run = [sys.executable, str(path)]
+    own = {**os.environ, "MS_ROLE": "MS_SCHED"}
+    done = subprocess.run(run, env=own, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "MS_ROLE=MS_SCHED" in done.stderr and "Fix: call gs.init() first" in done.stderr
+
+
 def test_an_error_before_init_is_told_whole_once(tmp_path: Path) -> None:
     path = tmp_path / "early.py"
     path.write_text("import graphsplit as gs\n\nopen('/no/such/file')\ngs.init()\n")
