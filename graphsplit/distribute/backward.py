@@ -25,7 +25,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.parameter_hooks import HookState, draws, hooks_of, line_of, state_of
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
-from graphsplit.torch_ext.attributes import GRADIENT_HOOKS, sequence_number
+from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GRADIENT_HOOKS, sequence_number
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, run_backward
 
 
@@ -411,7 +411,8 @@ _HOOKED = (
 SPECIAL.update(backward=_backward, grad=_grad)
 
 
-# Hooks on parameters: each runs on its parameter's worker, and must leave Python's state alone.
+# Hooks on parameters, and on backward of modules: each runs on one worker, and must leave Python's
+# state alone.
 #
 # In one process a counter that hooks keep counts all of them. Here each worker would count its own.
 # Hooks may change gradients and step optimizers; what the script keeps of a gradient it takes from
@@ -423,7 +424,7 @@ _MOST = 64
 
 @contextmanager
 def leaving_state(loop: Loop) -> Iterator[None]:
-    """Run a backward, which may come to hooks of parameters.
+    """Run a backward, which may come to hooks of parameters, and of modules.
 
     Raises:
         OwnershipError: One that ran here has changed Python's state.
@@ -431,6 +432,9 @@ def leaving_state(loop: Loop) -> Iterator[None]:
     with DisableTorchFunctionSubclass():
         parameters = chain.from_iterable(list(loop.here.values()))  # a network may go meanwhile
         hooks = [hook for parameter in parameters for hook in hooks_of(parameter)]
+    for network in filter(None, [reference() for reference in loop.networks]):
+        for module in network.modules():
+            hooks += [hook for name in BACKWARD_HOOKS for hook in getattr(module, name).values()]
     if not hooks:
         yield
         return
@@ -457,8 +461,8 @@ def _error(holder: Holder, line: str) -> OwnershipError:
     if holder.is_generator:
         return draws(line)
     return OwnershipError(
-        f"a hook on a parameter{line} changes {holder.name} on the worker of the parameter alone; "
-        f"in one process the hooks of all parameters would\n"
+        f"a hook on a parameter or module{line} changes {holder.name} on the worker where that is; "
+        f"in one process all workers' lines would see it\n"
         f"  Fix: look at p.grad after backward(), which is the same on every worker. A hook may "
         f"change its gradient, step an optimizer, or write to tensors."
     )

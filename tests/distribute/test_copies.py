@@ -280,7 +280,15 @@ def keep_norms(trained: Trained) -> None:
     trained.step()
 
 
-@pytest.mark.parametrize("script", [count_hooks, keep_norms])
+def keep_of_module(trained: Trained) -> None:
+    norms: list[float] = []
+    trained.net.last.register_full_backward_hook(
+        lambda module, given, made: norms.append(made[0].norm().item())
+    )
+    trained.step()
+
+
+@pytest.mark.parametrize("script", [count_hooks, keep_norms, keep_of_module])
 def test_a_hook_of_a_parameter_that_keeps_something_is_refused(
     script: Callable[[Trained], Any],
 ) -> None:
