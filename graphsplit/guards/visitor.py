@@ -327,7 +327,8 @@ class ValueVisitor:
         if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself
             for kind in filter(is_watchable, (*holder.__mro__[1:], *type.mro(type(holder)))):
                 known |= vars(kind).keys()
-        for name in names & known:
+        own_way = vars(holder) if isinstance(holder, ModuleType) else dir(type(holder))
+        for name in names if "__getattr__" in own_way else names & known:
             is_asked = name in self.special and isinstance(holder, type)
             is_plain = isinstance(vars(holder).get(name), (dict, str))  # annotations, a text
             if _is_special(name) and not is_asked and not is_plain:

@@ -161,6 +161,11 @@ def _hides_metaclass() -> tuple[Weigh, SetWeight]:
     return lambda: kind.weight, lambda value: setattr(kind, "weight", value)
 
 
+def _answered_by_metaclass() -> tuple[Weigh, SetWeight]:
+    kind: Any = type("Kind", (type,), {"__getattr__": lambda cls, name: 1.0})("Of", (), {})
+    return lambda: kind.weight, lambda value: setattr(kind, "weight", value)
+
+
 class _ByCall:
     def __init__(self, get: Callable[[str], float]) -> None:
         self.get = get
@@ -480,6 +485,7 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "sys.modules": lambda: _attribute(settings, lambda: sys.modules["settings_of_a_test"].weight),
     "metaclass": lambda: _attribute(Meta, lambda: OfMeta.weight),
     "hides a metaclass's": _hides_metaclass,
+    "answered by a metaclass": _answered_by_metaclass,
     "a dictionary's own method": lambda: _entry(lambda held: _ByCall(held.get)),
     "a wrapped method": _length,
     "defaults of a function": lambda: _looked_into(lambda f: f.__defaults__[0]),
