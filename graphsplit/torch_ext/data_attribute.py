@@ -89,6 +89,8 @@ def _is_asked_by_user() -> bool:
     """Whether the code is the user's that called the function of torch: all modes are ours."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(OWN) and frame.f_back is not None:
+        if frame.f_code is writes_of.__code__:
+            return False
         frame = frame.f_back
     return is_users(frame.f_code.co_filename)
 
