@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -79,6 +79,9 @@ def is_watchable(kind: type) -> bool:
     """Whether a class is the user's, or one in which users keep values."""
     if not kind.__flags__ & _HEAP_TYPE or issubclass(kind, (torch.Tensor, torch.fx.Proxy)):
         return False
+    name: Any = kind.__module__
+    if not isinstance(name, str):  # what it gives of an instance; of Cython's functions
+        return not isinstance(name, GetSetDescriptorType)
     if kind.__module__ == "__main__" or issubclass(kind, (*_HOLDERS, *_OF_TORCH)):
         return True
     if kind.__module__ == "builtins":

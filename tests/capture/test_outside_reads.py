@@ -10,7 +10,9 @@ import itertools
 import logging
 import os
 import random
+import resource
 import secrets
+import subprocess
 import sys
 import time
 import uuid
@@ -24,6 +26,7 @@ import torch
 from pass_helpers import captured
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import graphsplit as gs
 from graphsplit.capture.python.iterators import _state_of
@@ -59,6 +62,9 @@ class Net(nn.Module):
         self.count, self.fresh, self.begun = itertools.count(1.0), numbers(), numbers()
         self.further = itertools.count(1.0).__next__
         next(self.begun)
+        self.draw, self.rand = np.random.default_rng().random, np.random.RandomState(0).rand
+        self.uniform, self.generator = random.Random().uniform, torch.Generator()
+        self.seeded_with = self.generator.initial_seed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(self, self.fc(x)).sum()
@@ -73,12 +79,37 @@ DRAWS: dict[str, Run] = {
     "a uuid": lambda net, x: x * float(uuid.uuid4().int),
     "numpy": lambda net, x: x * float(NUMPY.normal()),
     "numpy in a dictionary": lambda net, x: x * float(net.kept["numpy"].random()),
+    "numpy by its method": lambda net, x: x * float(net.draw()),
+    "random.Random by its method": lambda net, x: x * net.uniform(1, 2),
+    "numpy's old generator by its method": lambda net, x: x * float(net.rand()),
+    "a uuid of the time": lambda net, x: x * float(uuid.uuid1().int),
+    "getrandom": lambda net, x: x * os.getrandom(1)[0],
+    "torch's, a seed": lambda net, x: x * (net.generator.seed() % 5),
+    "torch's, the first seed by its method": lambda net, x: x * net.seeded_with(),
+    "torch's, set": lambda net, x: x if net.generator.manual_seed(1) else x * 2,
+    "torch's default": lambda net, x: x * (torch.initial_seed() % 5),
+    "torch's state": lambda net, x: x * torch.get_rng_state()[0],
     "numpy's old generator": lambda net, x: x * float(OLD_NUMPY.rand()),
 }
 READS: dict[str, tuple[Run, str]] = {
     "time": (lambda net, x: x * time.time(), "reads a clock"),
     "a counter": (lambda net, x: x * time.perf_counter(), "reads a clock"),
     "a date": (lambda net, x: x * datetime.datetime.now().second, "reads a clock"),
+    "the day": (lambda net, x: x * datetime.date.today().day, "reads a clock"),
+    "a zone's": (lambda net, x: x * datetime.datetime.now(datetime.UTC).second, "reads a clock"),
+    "of a kind": (lambda net, x: x * time.clock_gettime(time.CLOCK_MONOTONIC), "reads a clock"),
+    "in ns": (lambda net, x: x * time.clock_gettime_ns(time.CLOCK_REALTIME), "reads a clock"),
+    "the thread's": (lambda net, x: x * time.thread_time_ns(), "reads a clock"),
+    "strftime": (lambda net, x: x * float(time.strftime("%S")), "reads a clock"),
+    "asctime": (lambda net, x: x * len(time.asctime()), "reads a clock"),
+    "times": (lambda net, x: x * os.times().elapsed, "reads a clock"),
+    "the load": (lambda net, x: x * os.getloadavg()[0], "reads a clock"),
+    "usage": (lambda net, x: x * resource.getrusage(0).ru_utime, "reads a clock"),
+    "stat": (lambda net, x: x * os.stat(os.devnull).st_mtime, "asks for files"),
+    "exists": (lambda net, x: x if Path("here").exists() else x * 2, "asks for files"),
+    "getmtime": (lambda net, x: x * os.path.getmtime(os.devnull), "asks for files"),
+    "another process": (lambda net, x: x * len(subprocess.check_output("true")), "starts another"),
+    "a shell": (lambda net, x: x * os.system("true"), "starts another"),
     "environ": (lambda net, x: x if "A" in os.environ else x * 2, "reads the environment"),
     "getenv": (lambda net, x: x * float(os.getenv("A", "2")), "reads the environment"),
     "open": (lambda net, x: x * len(Path(os.devnull).read_bytes()), "opens a file"),
@@ -102,6 +133,9 @@ HARMLESS: dict[str, Run] = {
     "handed on": lambda net, x: first_of(x, iter([3.0])),
     "a seeded generator made here": lambda net, x: x * random.Random(0).random(),
     "numpy made here": lambda net, x: x * float(np.random.default_rng(0).random()),
+    "torch's state in a checkpoint": lambda net, x: checkpoint(
+        torch.sigmoid, x, use_reentrant=False
+    ),
     "a log": lambda net, x: x if logging.getLogger("none").debug("x") is None else x * 2,
 }
 

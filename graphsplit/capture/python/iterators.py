@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import BuiltinMethodType, GeneratorType, MethodWrapperType
+from types import BuiltinMethodType, GeneratorType, MethodType, MethodWrapperType
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class KeptIterators:
         """Note what was in a place first, as a snapshot."""
 
         def note(leaf: Any) -> bool:
-            if isinstance(leaf, (BuiltinMethodType, MethodWrapperType)):
+            if isinstance(leaf, (BuiltinMethodType, MethodType, MethodWrapperType)):
                 leaf = leaf.__self__  # self.draw = np.random.default_rng(0).random
             kind: Any = type(leaf)
             if _moves(kind) and id(leaf) not in self._kept:

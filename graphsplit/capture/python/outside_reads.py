@@ -8,6 +8,7 @@ profilers. It is off inside torch's functions, where nearly all of a capture's t
 from __future__ import annotations
 
 import builtins
+import contextlib
 import datetime
 import dis
 import functools
@@ -15,8 +16,11 @@ import inspect
 import io
 import os
 import random
+import resource
+import subprocess
 import sys
 import time
+import uuid
 from _lsprof import Profiler
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +59,8 @@ class _Read:
 _CLOCK = _Read("reads a clock", "hand the time in as a tensor")
 _ENVIRONMENT = _Read("reads the environment", "read it in __init__, into an attribute")
 _FILE = _Read("opens a file", "read it in __init__, or in the data set")
+_FILE_SYSTEM = _Read("asks for files", "ask in __init__, into an attribute")
+_PROCESS = _Read("starts another process", "run it outside of forward")
 _KEYS = _Read("asks for input", "ask outside of forward")
 _SYSTEM = _Read(
     "draws from the system's random numbers",
@@ -64,6 +70,11 @@ _SYSTEM = _Read(
 _DRAW = _Read(
     "draws from a random.Random of its own",
     "draw with torch from the default generator",
+    by_libraries=True,
+)
+_GENERATOR = _Read(
+    "seeds, asks or sets a torch.Generator",
+    "do it outside of forward, or draw with torch from the default generator",
     by_libraries=True,
 )
 _MODULE = _Read(
@@ -84,28 +95,39 @@ _SWITCH = _Read(
 )
 _CLOCKS = (
     *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
-    *("process_time", "process_time_ns", "thread_time", "localtime", "gmtime", "ctime"),
+    *("process_time", "process_time_ns", "thread_time", "thread_time_ns"),
+    *("clock_gettime", "clock_gettime_ns", "localtime", "gmtime", "ctime", "asctime", "strftime"),
 )
 _FUNCTIONS: dict[Any, _Read] = {
-    **{getattr(time, name): _CLOCK for name in _CLOCKS},
+    **{getattr(time, name): _CLOCK for name in _CLOCKS if hasattr(time, name)},
+    **{function: _CLOCK for function in (os.times, os.getloadavg, resource.getrusage)},
     **{function: _FILE for function in (io.open, os.open, os.listdir, os.scandir)},
+    **{function: _FILE_SYSTEM for function in (os.stat, os.lstat, os.access)},
     builtins.input: _KEYS,
+    os.system: _PROCESS,
     os.urandom: _SYSTEM,
+    **({os.getrandom: _SYSTEM} if sys.platform == "linux" else {}),
 }
 _OF_DATES = frozenset(("now", "utcnow", "today"))
 _OF_GENERATORS = frozenset(("random", "getrandbits", "seed", "setstate"))
+_OF_TORCHS = frozenset(("seed", "initial_seed", "manual_seed", "get_state", "set_state"))
 _ENVIRON: Any = type(os.environ)
 _CODES: dict[CodeType, _Read] = {
     getattr(_ENVIRON, name).__code__: _ENVIRONMENT for name in ("__getitem__", "__iter__")
 }
+_CODES[uuid.uuid1.__code__] = _SYSTEM
+_CODES[subprocess.Popen.__init__.__code__] = _PROCESS
 # Names are compared first: to hash a piece of code takes longer than all else here.
-_NAMES = frozenset((*_OF_DATES, *_OF_GENERATORS, *(f.__name__ for f in _FUNCTIONS)))
+_NAMES = _OF_DATES | _OF_GENERATORS | _OF_TORCHS | {f.__name__ for f in _FUNCTIONS}
 _NAMES_OF_CODES = frozenset(code.co_name for code in _CODES)
 _KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (*SWITCHES, torch.get_num_threads)
 _MADE_HERE = (random.Random.__init__.__code__,)
 # Modules and packages of Python that do it for their callers.
 _THROUGH = frozenset(
-    ("random", "secrets", "uuid", "os", "_collections_abc", "collections", "pathlib")
+    (
+        *("random", "secrets", "uuid", "os", "_collections_abc", "collections", "pathlib"),
+        *("genericpath", "posixpath", "subprocess"),
+    )
 )
 
 # Packages that torch itself runs on, between the user's code and its own.
@@ -191,10 +213,8 @@ class OutsideReads(TorchCalls):
         if frame.f_lasti <= _start_of(frame.f_code):
             self._hold(frame)
         elif id(frame) not in self._new_ids:
-            try:
+            with contextlib.suppress(CaptureError):  # raised here, it would end the generator
                 self._check(_NEXT, frame.f_back)
-            except CaptureError as refusal:  # raised here, it would end the generator
-                self._refusal = self._refusal or refusal
 
     def _hold(self, made: Any) -> None:
         self._new.append(made)
@@ -206,22 +226,28 @@ class OutsideReads(TorchCalls):
             owner = called.__self__
             if isinstance(owner, random.Random) and id(owner) not in self._new_ids:
                 return _MODULE if owner is random._inst else _DRAW
+        if name in _OF_TORCHS and isinstance(called.__self__, torch.Generator):
+            return _GENERATOR
         if name in _OF_DATES:
             owner = called.__self__
             return _CLOCK if inspect.isclass(owner) and issubclass(owner, datetime.date) else None
         return _FUNCTIONS.get(called) if called.__module__ is not None else None
 
     def _check(self, read: _Read, frame: FrameType | None) -> None:
-        while frame is not None and _package_of(frame) in _THROUGH:
+        while frame is not None and (
+            _package_of(frame) in _THROUGH or frame.f_code.co_filename == torch.random.__file__
+        ):
             frame = frame.f_back
         if frame is None or get_proxy_mode() is None:  # what is kept whole runs at every step
             return
         in_library = "site-packages" in frame.f_code.co_filename
         if _is_users(frame) and (read.by_libraries or not in_library):
-            raise CaptureError(
+            refusal = CaptureError(
                 f"forward or the loss {read.what}; {read.outcome}\n"
                 f"  {line_now(frame)}\n  Fix: {read.way_out}, or {_OPAQUE}."
             )
+            self._refusal = self._refusal or refusal  # pathlib catches a ValueError
+            raise refusal
 
 
 def _kernel_switches() -> tuple[Any, ...]:
