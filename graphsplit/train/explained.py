@@ -12,6 +12,7 @@ import torch
 from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.python.answers import Answers
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.partition.explain.plan import Detail, explain_plan
@@ -110,7 +111,7 @@ class Explainer:
     ) -> tuple[PartitionPlan, list[str], list[str], list[str]]:
         """The plan of a batch; what it computes, sends, and how long a step takes, tried here."""
         division = self._divided(batch, kwargs)
-        plan, programs = self._planned(division)
+        plan, programs = self._planned(division, "explain")
         state = named_state(self._task.network, self._task.loss_fn)
         number = len(division.microbatches)
         try:
@@ -176,20 +177,31 @@ class Explainer:
     ) -> PartitionPlan:
         if not batch and not kwargs:
             return self._latest_plan(method)
-        return self._planned(self._divided(batch, kwargs))[0]
+        return self._planned(self._divided(batch, kwargs), method)[0]
 
     def _divided(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
         task = self._task
         return task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
 
-    def _planned(self, division: Division) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+    def _planned(
+        self, division: Division, method: str
+    ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         task = self._task
         mode = (
             Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else Mode.PREDICT
         )
         signature = Signature.of(division.microbatches[0])
         with as_in(mode, task.network):
-            graph = capture_graph(task, mode, signature)
+            graph = capture_graph(task, mode, signature, answers=Answers())
+        if graph.asks:
+            (question,) = graph.outputs
+            assert question.node is not None
+            raise ConfigurationError(
+                f"what runs behind a value that forward asks a tensor for is known only where a "
+                f"step runs\n  {graph.nodes[question.node].source}\n"
+                f"  Fix: run a step of a cluster, then call model.{method} without a batch: it is "
+                f"about the step that ran last."
+            )
         return make_plan(
             graph,
             task,

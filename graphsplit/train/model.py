@@ -286,8 +286,9 @@ class Model(Shown, Steps):
             kwargs: One batch, as keyword arguments.
 
         Raises:
-            ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail;
-                or links that cannot be read, or are not those of so many workers.
+            ConfigurationError: No batch was given, and nothing has run yet; or one of which forward
+                asks tensors for values; or an unknown detail; or links that cannot be read, or are
+                not those of so many workers.
         """
         return self._explainer.explain(batch, kwargs, detail, links)
 

@@ -190,6 +190,37 @@ def test_explain_gives_seconds_and_the_worker_that_bounds_the_step():
     assert repr(text) == text == f"{text}"  # a prompt shows its lines
 
 
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("method", ["explain", "placement"])
+def test_a_plan_that_values_decide_needs_a_step_first(method: str) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.first.place("MS_WORKER", 0)
+            self.second.place("MS_WORKER", 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            return self.second(h) if h.sum() < 1e9 else h  # asked here
+
+    model = gs.Model(Asks())
+    with pytest.raises(ConfigurationError) as caught:
+        getattr(model, method)(torch.randn(8, 4))
+    (line,) = re.findall(r"test_at_the_prompt.py:(\d+)", str(caught.value))
+    assert "asked here" in Path(__file__).read_text().splitlines()[int(line) - 1]
+    assert f"model.{method} without a batch" in str(caught.value)
+    assert "torch.where" not in str(caught.value)
+
+    def after_a_step(_: int) -> str:
+        model = gs.Model(Asks())
+        model.predict(torch.full((8, 4), 2.0))
+        return str(getattr(model, method)())
+
+    texts = ThreadCluster(after_a_step, 2).run()
+    assert all("second" in text for text in texts)
+
+
 def test_explain_counts_optimizers_of_torch_and_names_another_one():
     class Own(torch.optim.SGD):
         """Not known to leave nothing behind."""
