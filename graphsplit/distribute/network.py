@@ -71,6 +71,7 @@ def distribute(
     it; elsewhere a stand-in has its shape. Operations on it run where it is; ``.item()``, ``bool``,
     printing and NumPy ask, and every worker gets the answer. ``backward`` runs over the workers,
     and each optimizer steps on each worker what lives there.
+    Under ``graphsplit run`` it calls ``gs.init()`` where the script has not.
 
     Args:
         net: The network, with its placement. It stays the same object, of a subclass of its class.
@@ -81,11 +82,12 @@ def distribute(
         The network. In one process it is as it was.
 
     Raises:
-        ConfigurationError: It is no module, or is distributed already; this is one process of
-            several and ``gs.init()`` was not called; or this job recovers, and has a ``Model``
-            besides.
+        ConfigurationError: It is no module, or is distributed already; another launcher has
+            started this as one of several processes and ``gs.init()`` was not called; or this job
+            recovers, and has a ``Model`` besides.
     """
     _check(net)
+    joined.init_late()
     job = joined.current()
     if job is None or job.num_workers == 1:
         if is_deferred(net):

@@ -15,12 +15,13 @@ from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.parameters import mark_of
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import OwnershipError
+from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.frames import is_users
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.torch_ext.attributes import BEFORE_STATE
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 Owners = Callable[[], Mapping[int, int]]
@@ -78,7 +79,18 @@ class OptimizerState:
 
 
 def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> OptimizerState:
-    """Let ``optimizer.state_dict()`` give all entries from now on, on every worker."""
+    """Let ``optimizer.state_dict()`` give all entries from now on, on every worker.
+
+    Raises:
+        ConfigurationError: Torch's own ``__init__`` has not made it.
+    """
+    if not hasattr(optimizer, BEFORE_STATE):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is a torch.optim.Optimizer whose __init__ was not called, "
+            f"so its state cannot be given as that of all workers\n"
+            f"  Fix: call super().__init__(param_groups, defaults) in its __init__; or, if it is "
+            f"put around an optimizer, use that one in its place."
+        )
     state = OptimizerState(optimizer, owners, job)
     _states[optimizer] = weakref.ref(state)
     return state

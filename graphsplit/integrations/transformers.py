@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer``, over the workers of a job.
+"""Hugging Face's ``Trainer`` and ``Seq2SeqTrainer``, over the workers of a job.
 
 Two lines of a script change::
 
@@ -61,3 +61,15 @@ class Trainer(transformers.Trainer):
 
     def _networks(self) -> list[Any]:
         return [self.model]
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer``, over the workers as ``Trainer`` is.
+
+    Args:
+        args: As for ``transformers.Seq2SeqTrainer``.
+        kwargs: As for ``transformers.Seq2SeqTrainer``.
+
+    Raises:
+        ConfigurationError: It would share out batches, or compile the network.
+    """

@@ -7,7 +7,6 @@ Only files, log lines and progress bars are a matter of one worker, which is *ma
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -30,8 +29,7 @@ _is_on_main = False
 
 def workers() -> Job | None:
     """The job of this process, joined now where the script has not done so; None if it is alone."""
-    if os.environ.get("MS_ROLE") and not joined.is_initialized():
-        joined.init()
+    joined.init_late()
     job = joined.current()
     return None if job is None or job.num_workers == 1 else job
 

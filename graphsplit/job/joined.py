@@ -121,6 +121,12 @@ def _join_beside(launched: Joined | None, settings: ClusterSettings) -> Job:
     return job
 
 
+def init_late() -> None:
+    """Join the cluster that the ``MS_*`` variables describe, where the script has not done so."""
+    if os.environ.get("MS_ROLE") and not is_initialized():
+        init()
+
+
 def init_for_call() -> None:
     """Join for a function, which may call ``init`` itself as scripts do: that does nothing then."""
     global _for_call

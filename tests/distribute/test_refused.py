@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,6 +224,22 @@ def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
     with pytest.raises(gs.errors.ConfigurationError, match="worker by worker") as caught:
         ThreadCluster(run, 2, is_recoverable=False).run()
     assert "in an own loop by clip_grad_norm_ before the step" in str(caught.value)
+
+
+class Around(torch.optim.SGD):
+    """It never calls ``__init__`` of its base class; it has the hooks that timm's has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = OrderedDict()
+
+
+def test_an_optimizer_without_what_torch_makes_of_it_is_refused() -> None:
+    def stepping(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        (net := distribute(small(ranks)))(torch.randn(6, 8)).sum().backward()
+        yield Around(torch.optim.SGD(net.parameters(), 0.1)).step()
+
+    assert "Around is a torch.optim.Optimizer whose __init__ was not called" in raised(stepping)
 
 
 def test_a_job_that_waits_for_lost_workers_refuses_other_loops_than_those_of_gs_loop() -> None:

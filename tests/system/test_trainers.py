@@ -18,7 +18,7 @@ import pytest
 import torch
 from simulated.compare import difference
 
-from system.helpers import Finished, run_job
+from system.helpers import Finished, run_alone, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(480)]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
@@ -222,6 +222,20 @@ def test_a_trainer_has_the_bits_and_the_files_of_one_process_on_three_workers(
     assert difference(end(plain_folder / example), end(tmp_path / "workers")) is None
     for rank in (1, 2):
         assert not [line for line in job.said_by(f"worker {rank}") if line[:1] in "{e"]
+
+
+def test_the_seq2seq_trainer_has_the_bits_of_one_process_and_refuses_to_generate(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate", reason="needs graphsplit[transformers]")
+    script, (one, two) = "sequence_to_sequence.py", (tmp_path / "plain", tmp_path / "workers")
+    run_alone(script, str(one), "plain")
+    job = run_job(script, str(two), "generating", workers=2, imports=IMPORTS["run_clm.py"])
+
+    assert "ConfigurationError: generate() was called on a network that is" in job.output
+    assert job.status != 0
+    assert difference(end(one), end(two)) is None
+    assert files(two) == files(one)
 
 
 def printed(job: Finished, rank: int) -> list[str]:
