@@ -303,3 +303,47 @@ def test_workers_compute_with_the_same_numbers(name: str, microbatches: int) -> 
         before_step=change,
         plan_everywhere=True,
     )
+
+
+class Computes(nn.Linear):
+    """Computes with a number of Python's alone, before a tensor takes part."""
+
+    def __init__(self, function: Callable[[Any], Any], value: float) -> None:
+        super().__init__(3, 4)
+        self.function, self.k = function, value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x) * (self.function(self.k) * 1e-3)
+        return made
+
+
+FLOATS = (1e16, 1.0, 1e15, 3.0, 1e17, 0.1, 0.7, 1e-9, -0.3)
+WHOLE = (2**60, 1, 10**15, 3, 2**53 + 1, 7, -5, 2**40, 0)
+ROUNDED: dict[str, Callable[[Any], Any]] = {
+    "a difference that holds no number any more": lambda k: (k + 1) - k,
+    "a sum in another order": lambda k: (0.1 + k) + 0.2,
+    "a fraction that could be reduced": lambda k: k * 3 / 3,
+    "a product with two constants": lambda k: 0.1 * k * 0.3,
+    "terms that could be collected": lambda k: 2 * k + k - 3 * k,
+    "zero with a sign": lambda k: math.copysign(1, k * 0),
+    "a comparison of sums": lambda k: 3.0 if k + 1 > k else 5.0,
+    "a whole number and a rounded one": lambda k: 2.0 if k * 3 / 3 == k else 7.0,
+}
+
+
+@pytest.mark.parametrize("values", [FLOATS, WHOLE], ids=["floats", "whole"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_arithmetic_of_lifted_numbers_rounds_where_python_rounds(
+    name: str, values: tuple[float, ...]
+) -> None:
+    # sympy, which torch computes with, took (k + 1) - k for 1; at 1e17 Python has 0.
+    assert_same_bits(
+        lambda: Computes(ROUNDED[name], values[0]),
+        batches_of(4, 3),
+        steps=len(values),
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=lambda step, net, loss: setattr(net, "k", values[step]),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )

@@ -6,7 +6,7 @@ Four things look at the value of a number, and need not make it a constant of th
   again as Python asks it. (torch asks sympy, which may write ``a + b - a`` as ``b``.)
 * a function of ``math`` or ``numpy`` of plain numbers, ``float(beta)``, ``int(beta)``: it is done
   again with the numbers.
-* arithmetic that torch's symbols do in another way than Python: likewise.
+* arithmetic with floats: likewise. (For sympy ``(k + 1) - k`` is 1, and holds no ``k``.)
 * an argument that an operation takes as a plain number, as the rate of a dropout: while it is
   recorded another number stands there, which occurs nowhere else, and by which it is found.
 """
@@ -54,6 +54,17 @@ def _turned(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return called
 
 
+_WHOLE = (int, torch.SymInt)
+_ARITHMETIC = {
+    name: function
+    for one in (operator.add, operator.sub, operator.mul, operator.mod, operator.truediv)
+    for name, function in ((f"__{one.__name__}__", one), (f"__r{one.__name__}__", _turned(one)))
+}
+_COMPARED = {f"__{one}__": getattr(operator, one) for one in ("eq", "ne", "lt", "le", "gt", "ge")}
+# Of whole numbers torch's symbols do these as Python does, and know that they are sizes.
+_EXACT = {*_ARITHMETIC.values(), *_COMPARED.values()} - {
+    _ARITHMETIC[name] for name in ("__truediv__", "__rtruediv__")
+}
 _RECORDED_BY_TORCH = ("floor", "ceil", "trunc")
 _OF_NUMPY = (
     "sqrt cbrt exp exp2 expm1 log log2 log10 log1p sin cos tan arcsin arccos arctan arctan2 sinh "
@@ -72,6 +83,7 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (kind, name, function)
         for kind in (torch.SymFloat, torch.SymInt)
         for name, function in (
+            *(*_ARITHMETIC.items(), *_COMPARED.items()),
             ("__floordiv__", operator.floordiv),
             ("__rfloordiv__", _turned(operator.floordiv)),
             ("__pow__", operator.pow),
@@ -79,6 +91,7 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             ("__round__", round),
         )
     ),
+    *((torch.SymFloat, "__neg__", operator.neg), (torch.SymFloat, "__abs__", abs)),
 )
 _ASKED: tuple[Patch, ...] = ((torch.SymBool, "__bool__"), (torch.SymFloat, "__bool__"))
 # A module that is imported meanwhile keeps what is in place of a function of ``math``.
@@ -129,7 +142,8 @@ def _under_names_of_users() -> Iterator[tuple[ModuleType, str, Callable[..., Any
 def _done_again(function: Callable[..., Any], was: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(was)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and _are_lifted(args):
+        is_exact = function in _EXACT and all(isinstance(one, _WHOLE) for one in args)
+        if not kwargs and not is_exact and _are_lifted(args):
             return made(_here.lifted, function, args)
         return was(*args, **kwargs)
 
