@@ -23,6 +23,23 @@ def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def begin_of(tensor: torch.Tensor) -> int:
+    """How many bytes lie between a multiple of 64 and a tensor's first element.
+
+    Small products have other bits where an operand begins elsewhere.
+    """
+    return tensor.data_ptr() % ALIGNMENT
+
+
+def empty_beginning_at(meta: TensorMeta, begin: int) -> torch.Tensor:
+    """Memory for a tensor, so many bytes behind a multiple of 64."""
+    first = begin // meta.dtype.itemsize
+    size = span_elements(meta.shape, meta.strides) + first
+    memory = torch.empty(size, dtype=meta.dtype, device=meta.device).untyped_storage()
+    tensor = torch.empty(0, dtype=meta.dtype, device=meta.device)
+    return tensor.set_(memory, first, meta.shape, meta.strides)
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether strides lay a tensor out without gaps or overlap."""
     expected = 1

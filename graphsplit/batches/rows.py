@@ -22,7 +22,7 @@ import torch
 
 from graphsplit.batches.microbatches import BatchDescription, Division, open_batch
 from graphsplit.batches.signature import Arguments, Signature, fingerprint, leaves
-from graphsplit.tensor_meta import ALIGNMENT, span_elements
+from graphsplit.tensor_meta import ALIGNMENT, TensorMeta, begin_of, empty_beginning_at
 from graphsplit.torch_ext.private import pytree
 
 Opening = Callable[[Any], Arguments]  # what a step is given of a loader's batch, or of rows of it
@@ -206,11 +206,9 @@ def _beginning_at(rows: torch.Tensor, first: int) -> torch.Tensor:
     if rows.layout is not torch.strided or not rows.is_cpu or 0 in rows.stride():
         return rows
     begin = first * rows.stride(0) * rows.itemsize % ALIGNMENT
-    if rows.data_ptr() % ALIGNMENT == begin:
+    if begin_of(rows) == begin:
         return rows
-    size = span_elements(rows.shape, rows.stride()) + begin // rows.itemsize
-    memory = torch.empty(size, dtype=rows.dtype)
-    return memory.as_strided(rows.shape, rows.stride(), begin // rows.itemsize).copy_(rows)
+    return empty_beginning_at(TensorMeta.of(rows), begin).copy_(rows)
 
 
 def why_no_rows(tree: Any, num_rows: int) -> str:

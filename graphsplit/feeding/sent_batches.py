@@ -1,7 +1,8 @@
 """Batches that a worker consumes and does not read: another worker sends them.
 
 The ticket has told what the batch and its microbatches look like; what is left are the bytes of
-their tensors, in order. So nothing that comes is believed for a size.
+their tensors, in order, and where each begins in memory, on which bits of small products depend.
+So nothing that comes is believed for a size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from graphsplit.batches.microbatches import BatchDescription, Division
 from graphsplit.batches.signature import Arguments, Signature, leaves, targets_of
 from graphsplit.job.control import ControlChannels
-from graphsplit.tensor_meta import plain_meta
+from graphsplit.tensor_meta import TensorMeta
 
 
 def send_batch(control: ControlChannels, division: Division, *, destination: int) -> None:
@@ -21,7 +22,7 @@ def send_batch(control: ControlChannels, division: Division, *, destination: int
     for arguments in _wholes(division):
         for leaf in leaves(arguments):
             if isinstance(leaf, torch.Tensor):
-                control.send(leaf, to=(destination,))
+                control.send_laid_out(leaf, to=(destination,))
 
 
 def receive_batch(control: ControlChannels, shape: BatchDescription, *, source: int) -> Division:
@@ -61,7 +62,7 @@ def targets_home(
     for index, sender in enumerate(senders):
         if sender is not None and control.rank == sender:
             for leaf in leaves((targets_of(found[index], has_loss_fn=has_loss_fn), {})):
-                control.send(leaf, to=(home,))
+                control.send_laid_out(leaf, to=(home,))
         elif sender is not None and control.rank == home:
             found[index] = look.example()
             _fill(control, (targets_of(found[index], has_loss_fn=has_loss_fn), {}), sender)
@@ -75,18 +76,16 @@ def _wholes(division: Division) -> Iterator[Arguments]:
 
 
 def _receive(control: ControlChannels, signature: Signature, source: int) -> Arguments:
-    """Arguments with a signature; every tensor is laid out as the sender's is."""
+    """Arguments with a signature; every tensor lies in memory as the sender's does."""
     arguments = signature.example()
     _fill(control, arguments, source)
     return arguments
 
 
 def _fill(control: ControlChannels, arguments: Arguments, source: int) -> None:
-    """Copy what comes into the tensors of some arguments."""
+    """Let the tensors of some arguments be those that come."""
     for leaf in leaves(arguments):
         if isinstance(leaf, torch.Tensor):
-            value = control.receive_tensor(plain_meta(leaf), source=source)
-            for dim, stride in enumerate(leaf.stride()):
-                if stride == 0:  # one element for all of an expanded dimension
-                    leaf, value = leaf.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-            leaf.copy_(value)
+            came = control.receive_laid_out(TensorMeta.of(leaf), source=source)
+            with torch.no_grad():
+                leaf.set_(came.untyped_storage(), came.storage_offset(), came.shape, came.stride())

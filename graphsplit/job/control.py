@@ -94,10 +94,9 @@ class ControlChannels(WorkerGroup):
             if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
                 given = TensorMeta.of(tensor)
                 raise FrameError(f"a value is {given}; all workers expect {meta}")
-            self.send(tensor, to=self.others(source))
+            self.send_laid_out(tensor, to=self.others(source))
             return tensor
-        result = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype)
-        return result.copy_(self.receive_tensor(meta, source=source))
+        return self.receive_laid_out(meta, source=source)
 
     def send(self, *pieces: torch.Tensor, to: Iterable[int]) -> None:
         """See ``WorkerGroup.send``."""

@@ -7,6 +7,7 @@ unpickled, and no path comes from another worker.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from graphsplit.encoding.packed import Packed
 from graphsplit.encoding.values import from_text
 from graphsplit.errors import CheckpointError, FrameError, InvariantError
 from graphsplit.job.stream import joined
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import ALIGNMENT, TensorMeta, begin_of, empty_beginning_at
 
 _MAX_TEXT_BYTES = 1 << 30  # memory is taken for what has come, not for what is announced
 _MAX_VALUE_BYTES = 1 << 40
@@ -72,6 +73,23 @@ class WorkerGroup:
             octets[start : start + piece.numel()] = piece
             start += piece.numel()
         return octets.view(meta.dtype).view(meta.shape)
+
+    def send_laid_out(self, tensor: torch.Tensor, *, to: Iterable[int]) -> None:
+        """Send a tensor, and where it begins; those workers call ``receive_laid_out`` meanwhile."""
+        self.send(tensor, torch.tensor([begin_of(tensor)], dtype=torch.uint8), to=to)
+
+    def receive_laid_out(self, meta: TensorMeta, *, source: int) -> torch.Tensor:
+        """Take a tensor in the layout of ``meta``; it begins in memory where the sender's does."""
+        octets = self.receive_tensor(
+            TensorMeta(torch.uint8, (meta.size_bytes + 1,), (1,)), source=source
+        )
+        received = octets[:-1].view(meta.dtype).view(meta.shape)
+        for dim, stride in enumerate(meta.strides):
+            if stride == 0 and meta.shape[dim] > 1:  # one element for all of the dimension
+                received = received.narrow(dim, 0, 1)
+        own = replace(meta, shape=tuple(received.shape))
+        made = empty_beginning_at(own, int(octets[-1]) % ALIGNMENT)
+        return made.copy_(received).expand(meta.shape)
 
     def receive_text(self, *, source: int) -> str:
         """Take a text from one worker.

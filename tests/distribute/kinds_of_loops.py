@@ -324,6 +324,22 @@ def viewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+def sliced(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Rows of few features, of which the script takes some from layer to layer."""
+    net = distribute(layers(5, 7, 5, ranks=ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        rows = torch.randn(9, 5)
+        optimizer.zero_grad()
+        for first in range(1, 7, 2):
+            hidden = net[0](rows[first : first + 3])
+            made = net[2](torch.tanh(hidden[1:]))
+            (made[1:] @ hidden[:, :5].mT).square().mean().backward()
+            yield made.detach()[1:].square().mean().item()
+        optimizer.step()
+    yield net.state_dict()
+
+
 class Rounding(nn.Module):
     """Layers between which values are rounded: by two casts, or by ``gs.wire``."""
 
@@ -465,6 +481,7 @@ LOOPS: tuple[Loop, ...] = (
     moved,
     reused,
     rounding,
+    sliced,
     traps,
     unfollowed,
     viewed,

@@ -352,3 +352,34 @@ def test_a_parameter_lives_on_one_worker() -> None:
 def test_ranks_that_are_none_are_refused(ranks: list[Any]) -> None:
     with pytest.raises(PlacementError, match=r"worker|negative|expected an int"):
         Net().place("MS_WORKER", ranks)
+
+
+class Flat(nn.Module):
+    """Small parameters and buffers that are views of one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(width, width), nn.Linear(width, 8), nn.Linear(8, width)
+        values = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(torch.cat([torch.zeros(1), values])[1:], self.parameters())
+        rows = torch.randn(3, width, width)
+        self.register_buffer("u", rows[1])
+        self.register_buffer("v", rows[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.c(torch.tanh(self.b(self.a(x @ self.u)))) @ self.v
+        return made
+
+
+@pytest.mark.parametrize("width", [5, 7, 9])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_what_replicas_borrow_begins_in_memory_as_at_home(width: int, parts: int) -> None:
+    """The bits of small products depend on it."""
+    assert_same_bits(
+        lambda: Flat(width),
+        batches_of(parts, width),
+        num_workers=2,
+        place=lambda net: net.place("MS_WORKER", [0, 1]),
+        microbatches=parts,
+        loss_fn=rows_against_target,
+    )

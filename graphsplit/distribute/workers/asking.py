@@ -23,7 +23,7 @@ import torch
 
 from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.workers.here import MOST_TOLD_BYTES, WITHOUT_PLACE, Here, TakenNumbers
-from graphsplit.distribute.workers.loop import Loop, laid_out
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.job.script import ModelCall
 from graphsplit.tensor_meta import TensorMeta
@@ -115,13 +115,13 @@ def _ask(loop: Loop, question: AskedValue) -> torch.Tensor:
             with here.about(question.topic):
                 group.send(here.told(), to=(home,))
             with here.about(WITHOUT_PLACE + question.topic):
-                return laid_out(group.receive_tensor(meta, source=home), meta)
+                return group.receive_laid_out(meta, source=home)
         with here.about(question.topic):
             for peer in others:
                 (asked,) = group.receive(MOST_TOLD_BYTES, source=peer, is_exact=False)
                 here.read(asked, peer)
         with here.about(WITHOUT_PLACE + question.topic):
-            group.send(held.detach(), to=others)
+            group.send_laid_out(held.detach(), to=others)
         return held.detach().clone()
 
 

@@ -154,18 +154,18 @@ class Loop:
         with self._moving() as group:
             meta = TensorMeta.of(tensor)
             if self.rank == source:
-                group.send(tensor.detach(), to=group.others(source))
+                group.send_laid_out(tensor.detach(), to=group.others(source))
                 return tensor.detach()
-            return laid_out(group.receive_tensor(meta, source=source), meta)
+            return group.receive_laid_out(meta, source=source)
 
     def move(self, tensor: torch.Tensor, source: int, destination: int) -> torch.Tensor:
         """Move a value from one worker to another one; all others get its shape alone."""
         with self._moving() as group:
             meta = TensorMeta.of(tensor)
             if self.rank == source:
-                group.send(tensor.detach(), to=(destination,))
+                group.send_laid_out(tensor.detach(), to=(destination,))
             elif self.rank == destination:
-                return laid_out(group.receive_tensor(meta, source=source), meta)
+                return group.receive_laid_out(meta, source=source)
             return shape_of(tensor)
 
     def carry(
@@ -204,15 +204,6 @@ def empty_as(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that has the shape, strides and dtype of another one."""
     return empty_as(tensor, tensor.stride())
-
-
-def laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """A value that came from another worker, in the layout that it has there."""
-    for dim, stride in enumerate(meta.strides):
-        if stride == 0 and meta.shape[dim] > 1:  # an expanded tensor, as backward of a sum gives
-            received = received.narrow(dim, 0, 1)
-    made = torch.empty_strided(received.shape, meta.strides, dtype=meta.dtype)
-    return made.copy_(received).expand(meta.shape)
 
 
 # Where a value of the script comes to other workers: steps of its autograd graph. Every worker

@@ -15,7 +15,7 @@ import torch
 
 from graphsplit.partition.plan import BlockSums, Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.partition.segments import Segmentation
-from graphsplit.tensor_meta import ALIGNMENT, CPU, TensorMeta, span_elements
+from graphsplit.tensor_meta import ALIGNMENT, CPU, TensorMeta
 
 _MOST_OF_ONE = 64 << 10  # bytes; larger ones go from memory to memory
 _MOST_TOGETHER = 1 << 20
@@ -61,14 +61,17 @@ def _can_go_with_others(plan: PartitionPlan, edge: Edge) -> bool:
 
 
 def places_of(plan: PartitionPlan, members: Sequence[int]) -> list[range]:
-    """Where each of some tensors of one dtype lies in their message, in elements."""
-    found, begin = [], 0
+    """Where each of some tensors of one dtype may lie in their message, in elements.
+
+    The message says first, in a byte each, where they begin between two multiples of 64 bytes.
+    """
+    found, end = [], len(members)
     for member in members:
         meta = plan.placed.graph.nodes[member].meta
         assert meta is not None
-        end = begin + span_elements(meta.shape, meta.strides)
-        found.append(range(begin, end))
-        begin = -(-end * meta.dtype.itemsize // ALIGNMENT) * ALIGNMENT // meta.dtype.itemsize
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        end = begin + meta.span_bytes + ALIGNMENT - meta.dtype.itemsize
+        found.append(range(begin // meta.dtype.itemsize, end // meta.dtype.itemsize))
     return found
 
 
