@@ -457,7 +457,8 @@ class Planner:
             return self._record(mode, signature, ()) if found is None else found.recording.graph
 
     def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:
-        return capture_graph(self._task, mode, signature, lift=lift, answers=self.answers)
+        with self._job.member.position.calls.inside_step():
+            return capture_graph(self._task, mode, signature, lift=lift, answers=self.answers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers there are now, by name."""

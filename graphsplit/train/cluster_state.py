@@ -97,13 +97,14 @@ class ClusterState(Engine):
     def _update_metrics(
         self, metrics: Mapping[str, Metric], arguments: Arguments, found: Any
     ) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._job.member.position.calls.inside_metric():
             update_metrics(self._task, metrics, arguments, found)
 
     def _share_metrics(self, metrics: Mapping[str, Metric], home: int) -> dict[str, float]:
         computed = None
         if self._job.rank == home:
-            found = [float(metric.compute()) for metric in metrics.values()]
+            with self._job.member.position.calls.inside_metric():
+                found = [float(metric.compute()) for metric in metrics.values()]
             computed = torch.tensor(found, dtype=torch.float64)
         self._job.member.position.calls.pass_milestone()  # what is waited for comes behind compute
         meta = TensorMeta(torch.float64, (len(metrics),), (1,))

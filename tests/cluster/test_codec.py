@@ -218,7 +218,7 @@ def test_the_fence_travels_behind_the_message():
         (encode_worker(Ready(1)) + encode_fence(Fence("x" * 129)), "fence: job has 129"),
         (encode_worker(Ready(1)) + b'{"fence": null}\n', "fence is None, no object"),
         (told("Text", name="x", text="0x"), "text is '0x', no hexadecimal number"),
-        (told("Failed", cause=None), "cause is None, no object"),
+        (told("Failed", cause=None, calls={}), "cause is None, no object"),
         (encode_worker(Failed(replace(CAUSE, message="\ud800"))), "halves of characters"),
         (b'{"kind": ' + b"[" * 100_000 + b"\n", "the message is no JSON"),
         (b'{"kind": ' + b"9" * 5000 + b"}\n", "the message is no JSON"),

@@ -98,6 +98,17 @@ def test_a_message_of_another_call_ends_the_job_with_both_calls(drive, is_late):
     assert "in train() at train.py:5" in cause.message
 
 
+def test_a_failure_brings_the_calls_that_no_heartbeat_has_told_yet(drive):
+    scheduler = drive().form()
+    scheduler.say(0, replace(in_call("state_dict"), location=Location(waits_for=1)))
+    odd = FailureCause("exception", "FrameError: worker 0 sent no text")
+    scheduler.say(1, Failed(odd, in_call("train").calls))
+    cause = scheduler.last(2).cause
+    assert cause.kind == "disagreement"
+    assert "worker 0 is in state_dict() at train.py:10" in cause.message
+    assert "worker 1 is in train() at train.py:5" in cause.message
+
+
 def test_a_message_that_nobody_explains_ends_the_job_with_what_was_read(drive):
     scheduler = drive().form()
     scheduler.say(1, Failed(FailureCause("exception", "FrameError: 3 bytes for a header")))

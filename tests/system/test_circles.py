@@ -15,8 +15,6 @@ LINE = r"tests/system/jobs/circles.py:\d+, in"
 FORMS = {
     "a callback": ("state_dict", "on_step_end", "train", 2),
     "a full queue": ("state_dict", "on_step_end", "train", 2),
-    "a metric": ("barrier", "metric", "eval", 3),
-    "a loss": ("barrier", "loss_fn", "train", 3),
     "after training": ("predict", "main", "train", 2),
     "one state_dict more": ("state_dict", "main", "train", 2),
     "an own loop": ("state_dict", "own_loop", "backward", 3),
@@ -61,6 +59,23 @@ def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
     assert_told(job, rf"{others} in {other}\(\) at {LINE} (main|own_loop)", workers)
     fix = "ask for the value" if call.startswith("a value") else f"call {call}()"
     assert f"{fix} on every worker" in job.output
+
+
+@pytest.mark.parametrize(
+    ("what", "function", "why"),
+    [
+        ("a metric", "metric", "a metric: metrics run on one worker alone"),
+        ("a loss", "loss_fn", "forward or a loss: they are recorded once"),
+    ],
+)
+def test_a_call_where_the_others_do_not_make_it_ends_the_job_at_once(
+    what: str, function: str, why: str
+):
+    job = end_of(what, workers=3)
+    assert job.status == 1
+    told = rf"worker 1 .* failed: ConfigurationError: barrier\(\) cannot be called in {why}"
+    assert re.search(rf"{told}.*; {LINE} {function}", job.output.splitlines()[-1]), job.output
+    assert "or in a callback" in job.output
 
 
 @pytest.mark.parametrize("what", ENDS)

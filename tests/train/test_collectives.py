@@ -246,3 +246,48 @@ def test_a_call_of_all_by_a_data_set_is_refused_at_once(name: str, is_recoverabl
 
     with pytest.raises(ConfigurationError, match=rf"{name}\(\) is called by a loader or its data"):
         run(script, is_recoverable=is_recoverable)
+
+
+@pytest.mark.parametrize("is_recoverable", [False, True])
+@pytest.mark.parametrize("name", CALLS_OF_DATA)
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("loss", "forward or a loss: they are recorded once"),
+        ("metric", "a metric: metrics run on one worker alone"),
+        ("compute", "a metric: metrics run on one worker alone"),
+    ],
+)
+def test_a_call_of_all_where_others_do_not_make_it_is_refused_at_once(
+    place: str, why: str, name: str, is_recoverable: bool
+) -> None:
+    models: dict[int, gs.Model] = {}
+
+    class Metric(gs.metrics.Metric):
+        def reset(self) -> None:
+            pass
+
+        def update(self, **given: Any) -> None:
+            call("metric")
+
+        def compute(self) -> float:
+            call("compute")
+            return 0.0
+
+    def call(here: str) -> None:
+        if here == place:  # metrics run on one worker, and a test's workers record once
+            CALLS_OF_DATA[name](models[gs.get_rank()])
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        call("loss")
+        return nn.functional.cross_entropy(outputs, target)
+
+    def script(rank: int) -> None:
+        net = plain_net(place=True)
+        models[rank] = model = gs.Model(net, loss, adam(net), metrics={"own": Metric()})
+        if place == "loss":
+            model.train(1, batches())
+        model.eval(batches())
+
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) cannot be called in {why}"):
+        run(script, is_recoverable=is_recoverable)

@@ -24,6 +24,21 @@ _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]
 T = TypeVar("T")
 
+_IN_METRIC = (
+    "cannot be called in a metric: metrics run on one worker alone, where the outputs are, and the "
+    "others wait for it\n  Fix: call it in the script, after eval(), or in a callback."
+)
+_IN_STEP = (
+    "cannot be called in forward or a loss: they are recorded once, and workers run parts of the "
+    "recording, without this call\n"
+    "  Fix: call it in the script, between two steps, or in a callback."
+)
+_IN_LOADER = (
+    "is called by a loader or its data set: only workers that read the data come to it, and the "
+    "others wait for the batch\n"
+    "  Fix: call it in the script or in a callback, and give the data what it returns."
+)
+
 
 class CallHistory:
     """Notes calls and milestones. One thread writes; others read ``made``.
@@ -43,6 +58,7 @@ class CallHistory:
         self._thread = 0  # that is in the open calls
         self._skipped = own_and_torchs()
         self._reads_alone = False
+        self._refusal = ""
         self._process = os.getpid()
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
@@ -68,18 +84,31 @@ class CallHistory:
         finally:
             self._reads_alone = before
 
+    def inside_metric(self) -> AbstractContextManager[None]:
+        """A metric runs inside, on this worker alone."""
+        return self._refusing(_IN_METRIC)
+
+    def inside_step(self) -> AbstractContextManager[None]:
+        """Forward and loss run inside, as they are recorded."""
+        return self._refusing(_IN_STEP)
+
+    @contextmanager
+    def _refusing(self, why: str) -> Iterator[None]:
+        before, self._refusal = self._refusal, why
+        try:
+            yield
+        finally:
+            self._refusal = before
+
     def check(self, name: str) -> None:
-        """Refuse a call that others would have to make with this worker, while it reads a batch.
+        """Refuse a call that others would have to make with this worker, where they do not.
 
         Raises:
-            ConfigurationError: It reads one.
+            ConfigurationError: It reads a batch, or runs code that is recorded or run here alone.
         """
-        if self.is_reading:
-            self._refuse(
-                f"{name}() is called by a loader or its data set: only workers that read the data "
-                f"come to it, and the others wait for the batch\n"
-                f"  Fix: call it in the script or in a callback, and give the data what it returns."
-            )
+        why = _IN_LOADER if self.is_reading else self._refusal
+        if why:
+            self._refuse(f"{name}() {why}")
 
     def _refuse(self, why: str) -> NoReturn:
         with self.reporting():
@@ -90,10 +119,9 @@ class CallHistory:
         """A call begins, made by the nearest frame that is not graphsplit's or torch's.
 
         Raises:
-            ConfigurationError: It is made while a batch is read, or while another thread is in one.
+            ConfigurationError: Others do not make it here, or another thread is in one.
         """
-        if self.is_reading:
-            self.check(name)
+        self.check(name)
         num, milestones, latest, within = self._state
         thread = get_ident()
         if within and thread != self._thread:

@@ -49,7 +49,7 @@ class FailureReports:
                 return
             if abort.cause not in (None, cause) and not abort.recovers:
                 return
-            membership.to_report = Failed(bounded(cause))
+            membership.to_report = Failed(bounded(cause), membership.position.calls.made())
             state.is_failure_noted = False
             # And again on the next stream, until it is noted.
             connection.tell(membership.to_report)

@@ -155,7 +155,7 @@ def _receive(job: JobState, node: int, message: WorkerMessage, generation: int) 
         case Heartbeat():
             liveness.note_progress(job, worker, message, is_present=is_present)
         case Failed():
-            liveness.note_failure(job, worker, message.cause, is_present=is_present)
+            liveness.note_failure(job, worker, message, is_present=is_present)
         case Leave():
             worker.is_leaving = True
         case Ready():

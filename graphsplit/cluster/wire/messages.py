@@ -268,9 +268,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker raised; this is the root cause as far as it knows."""
+    """The worker raised; this is the root cause as far as it knows, and the calls it had made."""
 
     cause: Cause
+    calls: CallsMade = NO_CALLS
 
 
 @dataclass(frozen=True)

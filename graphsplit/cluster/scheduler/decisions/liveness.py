@@ -11,7 +11,7 @@ from graphsplit.cluster.scheduler.job.events import Drop, ToldByLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.limits import FROZEN_AFTER_S
-from graphsplit.cluster.wire.messages import FailureNoted, Heartbeat, Progress
+from graphsplit.cluster.wire.messages import NO_CALLS, Failed, FailureNoted, Heartbeat, Progress
 from graphsplit.failure import FailureCause
 
 
@@ -56,8 +56,9 @@ def _waits(job: JobState, worker: Worker) -> bool:
     return is_meeting or has_odd_message or worker.location.waits_for is not None
 
 
-def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_present: bool) -> None:
+def note_failure(job: JobState, worker: Worker, failed: Failed, *, is_present: bool) -> None:
     """A worker failed, or saw that another one did."""
+    cause = failed.cause
     job.send(worker, FailureNoted())
     if not job.is_healthy:
         return
@@ -69,6 +70,8 @@ def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_prese
     known = replace(known, position=position, location=cause.location)
     job.liveness.suspicion.report(known, job.now)
     if known.is_odd_message:
+        if failed.calls != NO_CALLS:
+            worker.calls = failed.calls  # at that message; the last heartbeat may be older
         _compare_calls(job, worker)
 
 
