@@ -6,7 +6,7 @@ It stands apart because it imports sympy and the compiler's front end, which tak
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,11 +48,14 @@ def only_what_is_read() -> Iterator[None]:
 
     It makes code of each graph four times, which does not run; it describes each value once more
     than by a fake tensor; and it looks for symbols in every value where no size has one.
+    Nor does it switch kernels off, which decide how PyTorch takes operations apart: none is here,
+    and code that asks ``torch.backends.mkldnn.enabled`` gets the answer of eager mode.
     """
     with (
         _lazy_graph_module._use_lazy_graph_module(True),
         replaced(exported_program, "_create_graph_module_for_export", _without_code),
         replaced(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        replaced(trace, "_ignore_backend_decomps", nullcontext),
         _for_symbols_alone(trace, "_replace_unbacked_bindings"),
         _for_symbols_alone(passes, "insert_deferred_runtime_asserts"),
     ):

@@ -32,6 +32,9 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
     "compiling by dynamo": lambda h: torch.compiler.is_dynamo_compiling(),
     "by its older name": lambda h: torch._dynamo.is_compiling(),
     "by its oldest name": lambda h: torch._utils.is_compiling(),
+    "without MKL-DNN": lambda h: not torch.backends.mkldnn.enabled,
+    "without cuDNN": lambda h: not torch.backends.cudnn.enabled,
+    "without NNPACK": lambda h: not torch.backends.nnpack.set_flags(True)[0],
 }
 
 
