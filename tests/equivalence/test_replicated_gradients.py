@@ -50,8 +50,8 @@ def test_pairs_send_a_rings_bytes(num_workers: int, microbatches: int) -> None:
                 is_state = nodes[edge.value].is_state
                 sent[program.worker] += edge.meta.size_bytes if is_state else 0
     share = 2 * sum(sizes) * (num_workers - 1) / num_workers
-    # Each tensor begins a line of 64 bytes in its message.
-    assert max(sent[:num_workers]) <= 1.1 * share + 64 * len(sizes)
+    # Each tensor begins anywhere in a line of 64 bytes of its message, and ends in another one.
+    assert max(sent[:num_workers]) <= 1.1 * share + 128 * len(sizes)
     left = planned(whole(*range(num_workers)), make=Wide, microbatches=microbatches).plan
     assert sent_per_step(plan) == sent_per_step(left)
     assert "Gradients that replicas send to owners, per step" in explain_plan(left)
