@@ -278,20 +278,26 @@ _passed: dict[int, CodeType] = {}  # code of files that are not watched; held, a
 
 def tracing(
     ran: Callable[[CodeType, dict[str, Any]], None], imported: Callable[[str], None]
-) -> Callable[..., None]:
+) -> Callable[..., Any]:
     """A trace function that tells of the user's functions; of others as quickly as it can."""
     passed = _passed
 
-    def trace(frame: FrameType, event: str, argument: Any) -> None:
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         if id(code) in passed:
-            return
+            return None
+        if event == "exception":
+            return trace
         if is_watched_code(code, frame.f_globals):
+            if code.co_name == "<module>" and event == "call":
+                frame.f_trace_lines = False
+                return trace  # what an import runs has its values when it returns
             ran(code, frame.f_globals)
         elif code is importlib.import_module.__code__:
             name, package = frame.f_locals["name"], frame.f_locals["package"]
             imported(importlib.util.resolve_name(name, package))
         elif not code.co_filename.startswith("<"):
             passed[id(code)] = code
+        return None
 
     return trace
