@@ -289,7 +289,8 @@ def tracing(
         if event == "exception":
             return trace
         if is_watched_code(code, frame.f_globals):
-            if code.co_name == "<module>" and event == "call":
+            spec = frame.f_globals.get("__spec__") if code.co_name == "<module>" else None
+            if event == "call" and getattr(spec, "_initializing", False):  # no exec: that is code
                 frame.f_trace_lines = False
                 return trace  # what an import runs has its values when it returns
             ran(code, frame.f_globals)
