@@ -172,13 +172,23 @@ class _Masked(nn.Module):
         return self.head(x).square().mean()
 
 
-def test_what_was_asked_of_known_values_is_asked_again_for_other_sizes() -> None:
+class _AskedBefore(_Masked):
+    """The mask's size is asked for before it turns out to be that of the ids, as in GPT-2."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        is_long = (torch.arange(mask.shape[1]) >= 20).any()
+        x = self.embedding(ids) * mask.unsqueeze(-1)
+        return self.head(x * 0.5 if is_long else x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [_Masked, _AskedBefore])
+def test_what_was_asked_of_known_values_is_asked_again_for_other_sizes(kind: type[_Masked]) -> None:
     batches = [
         {"ids": batch["ids"], "mask": torch.ones_like(batch["ids"])}
         for batch in _batches([(3, 5), (2, 9), (3, 30), (4, 12), (2, 25)])
     ]
     cluster = assert_same_bits(
-        _Masked,
+        kind,
         batches,
         num_workers=2,
         place=lambda net: net.head.place("MS_WORKER", 1),

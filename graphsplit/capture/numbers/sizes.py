@@ -98,6 +98,8 @@ class DynamicSizes:
         inputs: For each flattened input, its sizes and strides as numbers or expressions; None for
             what is no tensor.
         ranges: The smallest and the largest value of every symbol.
+        replaced: Symbols that a condition has made equal to an expression of those, with it: what
+            was noted before names them still.
         conditions: Expressions that must be true.
         questions: What was asked of known values; the answers must be the same.
         lifted: The symbols of the numbers that Python holds, in their order.
@@ -108,6 +110,7 @@ class DynamicSizes:
 
     inputs: tuple[tuple[Any, ...] | None, ...]
     ranges: Mapping[Any, tuple[int, int]]
+    replaced: tuple[tuple[Any, Any], ...]
     conditions: tuple[Any, ...]
     questions: tuple[Question, ...]
     lifted: tuple[Any, ...]
@@ -133,6 +136,7 @@ class DynamicSizes:
             for value in values
         )
         conditions, ranges = dict.fromkeys(lifted.conditions), {}
+        replaced: tuple[tuple[Any, Any], ...] = ()
         if symbolic:
             environment: Any = symbolic[0].node.shape_env
             conditions.update(
@@ -142,9 +146,13 @@ class DynamicSizes:
             _bound_strides(environment, values)
             bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
             ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
+            others = [one for one in environment.replacements if one not in known]
+            pairs = ((one, environment.replace(one)) for one in others)
+            replaced = tuple(pair for pair in pairs if known.issuperset(_symbols(pair[1])))
         numbers = tuple(_number(n) for n in program.graph.nodes if is_number(n))
         made_of, asked = tuple(lifted.symbols), tuple(lifted.questions)
-        return cls(inputs, ranges, tuple(conditions), tuple(questions), made_of, asked, numbers)
+        holds_if = tuple(conditions), tuple(questions)
+        return cls(inputs, ranges, replaced, *holds_if, made_of, asked, numbers)
 
     def bind(self, leaves: Sequence[Any], lifted: Sequence[Any] = ()) -> Symbols | None:
         """The symbols' values for a batch; None if the graph does not hold for it.
@@ -170,6 +178,7 @@ class DynamicSizes:
         for symbol, (low, high) in self.ranges.items():
             if symbol in symbols and not low <= symbols[symbol] <= high:
                 return None
+        symbols |= {one: evaluate(expression, symbols) for one, expression in self.replaced}
         if any(evaluate(want, symbols) != size for want, size in compound):
             return None
         if not all(evaluate(condition, symbols) for condition in self.conditions):
