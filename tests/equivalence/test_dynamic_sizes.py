@@ -173,10 +173,10 @@ class _Masked(nn.Module):
 
 
 class _AskedBefore(_Masked):
-    """The mask's size is asked for before it turns out to be that of the ids, as in GPT-2."""
+    """Asks for two sizes before it turns out that they are one, as GPT-2 does."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        is_long = (torch.arange(mask.shape[1]) >= 20).any()
+        is_long = all((torch.arange(one.shape[1]) >= 20).any() for one in (ids, mask))
         x = self.embedding(ids) * mask.unsqueeze(-1)
         return self.head(x * 0.5 if is_long else x).square().mean()
 
