@@ -314,8 +314,9 @@ class Feed:
 
     def holders(self, planned: PlannedStep) -> set[int]:
         """The workers that have the batch of a step: they read it, or need it and are sent it."""
-        read, consumers = self._reading.ranks, planned.consumers
-        return {self.leader, *(r for r in consumers if r in read or planned.microbatches_read()[r])}
+        needing = {rank for rank, parts in enumerate(planned.microbatches_read()) if parts}
+        needing |= {planned.first.plan.home} if self._mode is Mode.EVAL else set()  # the targets
+        return {self.leader, *(needing | self._reading.ranks).intersection(planned.consumers)}
 
     def _follow(self) -> Iterator[FeedItem]:
         if self._left.is_for_all and not self._is_stopped():
