@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def share_written(
 
 
 def share_gradients_of_inputs(
-    group: WorkerGroup,
+    control: ControlChannels,
     planned: ReadyPlan,
     gradients: Mapping[tuple[int, int], torch.Tensor | None],
     inputs: Iterator[Sequence[Any]],
@@ -109,7 +110,7 @@ def share_gradients_of_inputs(
     """Go on with backward where the script has made a batch. All workers hold it, and call this.
 
     Args:
-        group: All workers.
+        control: The channels of the job.
         planned: What has run.
         gradients: Those that were added up here, by node and microbatch.
         inputs: The flattened inputs of each microbatch, as the script has given them.
@@ -120,12 +121,11 @@ def share_gradients_of_inputs(
         for node, place, source in planned.asking_inputs:
             if planned.plan.is_in(microbatch, node):
                 own = gradients.get((node, microbatch))
-                told = None if own is None else [list(own.stride()), own.contiguous()]
-                told = group.share_value(told, source=source, what=what)
-                if told is not None:
-                    strides, gradient = told
-                    laid_out = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype)
-                    found.append((given[place], laid_out.copy_(gradient)))
+                told = None if own is None else list(own.stride())
+                strides = control.share_value(told, source=source, what=what)
+                if strides is not None:
+                    meta = replace(plain_meta(given[place]), strides=tuple(strides))
+                    found.append((given[place], control.broadcast(own, meta, source=source)))
         if found:
             torch.autograd.backward([one for one, _ in found], [made for _, made in found])
 

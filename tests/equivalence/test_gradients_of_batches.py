@@ -24,9 +24,10 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, factor: Any = None, shift: Any = None) -> torch.Tensor:
         made: torch.Tensor = self.second(torch.relu(self.first(x)) * x) + x
-        return made if factor is None else made + self.first(factor)
+        made = made if factor is None else made + self.first(factor)
+        return made if shift is None else made + shift.sum()
 
 
 def _net(workers: Sequence[Any]) -> Any:
@@ -43,6 +44,11 @@ def _ones(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _nothing(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {}
+
+
+def _row(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Its gradient is one row, expanded."""
+    return {**_ones(x), "shift": torch.ones_like(x, requires_grad=True)}
 
 
 def _batches(is_made: bool) -> list[tuple[Any, ...]]:
@@ -67,6 +73,8 @@ def _left(x: torch.Tensor, rest: dict[str, Any], target: Any, weight: Any) -> li
     [
         ((0, 1), 1, False, _nothing),
         ((0, 1), 1, True, _ones),
+        ((0, 1), 1, False, _row),
+        ((1, 0), 3, False, _row),
         ((1, 0), 3, False, _ones),
         (([0, 1], 1), 3, False, _nothing),
         (([0, 1], [0, 1]), 3, False, _ones),

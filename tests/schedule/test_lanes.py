@@ -11,6 +11,7 @@ from simulated.equivalence import assert_same_bits
 from simulated.simulate import Captures
 from torch import nn
 
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.program.instruction import BACKWARD, Opcode
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
@@ -30,11 +31,8 @@ def _place(net: Any) -> None:
     net[1].place("MS_WORKER", [1, 2])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved_1f1b"])
-@pytest.mark.parametrize("order", ["left", "pairs"])
-def test_replicas_behind_one_worker_get_their_microbatches_in_turn(
-    schedule: str, order: Any
-) -> None:
+def _planned(schedule: str, order: Any = "left") -> ReadyPlan:
+    """The plan of a step whose bits are those of the plain loop."""
     cluster = assert_same_bits(
         _net,
         batches_of(16, 6, num=2),
@@ -46,7 +44,15 @@ def test_replicas_behind_one_worker_get_their_microbatches_in_turn(
         schedule=schedule,
         captures=_captures,
     )
-    planned = next(iter(cluster.workers[0].planner._plans.values()))
+    return next(iter(cluster.workers[0].planner._plans.values()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved_1f1b"])
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_replicas_behind_one_worker_get_their_microbatches_in_turn(
+    schedule: str, order: Any
+) -> None:
+    planned = _planned(schedule, order)
     stem, *replicas = (
         [i for i in program.instructions if i.opcode in (*_OWN, Opcode.RECEIVE)]
         for program in planned.programs
@@ -70,17 +76,7 @@ def test_replicas_behind_one_worker_get_their_microbatches_in_turn(
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_replicas_of_a_slow_piece_do_not_wait_for_what_is_around_it(schedule: str) -> None:
     """The worker around it has more segments, and is free for most of a step all the same."""
-    cluster = assert_same_bits(
-        _net,
-        batches_of(16, 6, num=2),
-        num_workers=3,
-        loss_fn=rows_against_target,
-        place=_place,
-        microbatches=8,
-        schedule=schedule,
-        captures=_captures,
-    )
-    planned = next(iter(cluster.workers[0].planner._plans.values()))
+    planned = _planned(schedule)
     forward = {s.index: 8.0 if s.worker else 1.0 for s in planned.plan.segments}
     costs = Costs(forward, {index: 2 * seconds for index, seconds in forward.items()}, {})
     step_s = simulate(planned.plan, planned.programs, costs, num_steps=3).step_s
