@@ -111,6 +111,8 @@ class ClusterEngine(ClusterState):
         self.loader_rank = feed.leader
         self.progress.adds_up = False
         for planned, division, meanwhile in feed:
+            if division is not None and any(plan.asking_inputs for plan in planned.plans):
+                _check_history(division)
             yield self._train(planned, division, feed.holders(planned), meanwhile)
 
     def train_step(self, division: Division) -> torch.Tensor:
@@ -371,3 +373,14 @@ def _other_home(before: int, now: int) -> PlacementError:
 def _outputs(plan: ReadyPlan, arguments: Arguments, values: Values) -> Any:
     """The outputs for a whole batch, in the network's own structure."""
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)
+
+
+def _check_history(division: Division) -> None:
+    """Refuse a loader's batch behind which backward would go on: only its readers could."""
+    if any(getattr(leaf, "grad_fn", None) is not None for leaf in leaves(division.arguments)):
+        raise ConfigurationError(
+            "a batch of the loader was made of what asks for a gradient (it has a grad_fn), which "
+            "only workers that read it could go on with\n"
+            "  Fix: detach it in the data set or in collate_fn, as by "
+            "x.detach().requires_grad_(); or call train_step on each batch."
+        )

@@ -137,3 +137,18 @@ def test_a_step_that_may_run_twice_refuses_such_a_batch(
     monkeypatch.setattr(Job, "recovery_policy", policy)
     with pytest.raises(ConfigurationError, match=f"GS_RECOVERY={policy} a step may run twice"):
         cluster.run(train)
+
+
+def test_a_loader_s_batch_with_a_history_is_refused_and_one_that_is_a_leaf_is_not() -> None:
+    def task() -> Task:
+        return Task(_net((0, 1)), rows_against_target, None, unplaced="affinity", with_loss=True)
+
+    def train(worker: Any, is_made: bool) -> list[torch.Tensor]:
+        batches = [(x, target.detach()) for x, target, _ in _batches(is_made)]
+        return list(worker.engine.train_epoch(batches))
+
+    assert all(
+        len(losses) == 3 for losses in SimulatedCluster(task, 2).run(lambda w: train(w, False))
+    )
+    with pytest.raises(ConfigurationError, match=r"it has a grad_fn(.|\n)*call train_step on each"):
+        SimulatedCluster(task, 2).run(lambda worker: train(worker, True))
