@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -57,7 +57,8 @@ from graphsplit.guards.values import (
     values_of,
 )
 from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
-from graphsplit.torch_ext.private import SWITCHES, dict_version
+from graphsplit.torch_ext.function_modes import default_devices
+from graphsplit.torch_ext.private import SWITCHES, dict_version, num_function_modes
 
 _MOST_CHANGES = 3  # of a dictionary, after which it is always compared: globals of a script, say
 _Rows = Mapping[str, Sequence[tuple[Any, ...]]]
@@ -436,12 +437,15 @@ class Guards:
             self._items += frozen.keys
 
 
+_DECIMALS = ("prec", "rounding", "Emin", "Emax", "clamp")
+_of_decimals = attrgetter(*_DECIMALS)
 _SWITCHES = (
     "torch.get_default_dtype()",
     "torch.are_deterministic_algorithms_enabled()",
     "torch.is_autocast_cache_enabled()",
-    *(f"decimal.getcontext().{name}" for name in ("prec", "rounding", "Emin", "Emax", "clamp")),
+    *(f"decimal.getcontext().{name}" for name in _DECIMALS),
     "the hooks on all modules",
+    "torch's default devices",
     *(f"torch's switch {get.__name__.removeprefix('_get_')}" for get in SWITCHES),
 )
 _OF_ALL = ("float32_matmul_precision", "mkldnn_enabled", "deterministic_algorithms")
@@ -449,17 +453,13 @@ _OF_ALL = ("float32_matmul_precision", "mkldnn_enabled", "deterministic_algorith
 
 def _switches() -> tuple[Any, ...]:
     """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
-    decimals = decimal.getcontext()  # of this thread
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_cache_enabled(),
-        decimals.prec,
-        decimals.rounding,
-        decimals.Emin,
-        decimals.Emax,
-        decimals.clamp,
+        *_of_decimals(decimal.getcontext()),  # of this thread
         _hooks_on_all_modules() if any(GLOBAL_HOOKS) else None,
+        default_devices() if num_function_modes() else (),
         *[get() for get in SWITCHES],  # of kernels: the same graph has other bits
     )
 

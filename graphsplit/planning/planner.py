@@ -27,7 +27,6 @@ from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.placement.present import modules_among
-from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.compared.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.moved import settle_moved
@@ -61,6 +60,7 @@ from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.auto import takes_costs
 from graphsplit.schedule.costs import Costs
+from graphsplit.torch_ext.private import num_function_modes
 from graphsplit.torch_ext.steering import let_steer, owned_state
 
 _MAX_PLANS = 64
@@ -141,8 +141,11 @@ class Planner:
 
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
-        check_around(mode)
-        if mode is Mode.TRAIN and not self._task.network.training:
+        is_training = mode is Mode.TRAIN
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if is_cast or num_function_modes() or (is_training and not torch.is_grad_enabled()):
+            check_around(mode)
+        if is_training and not self._task.network.training:
             self._task.network.train()
 
     def ahead(self, mode: Mode, signature: Signature | None) -> PythonStep | None:
@@ -305,7 +308,8 @@ class Planner:
             self._plans.move_to_end(key)
             if not self._is_settled:
                 self._free_others()
-        leave_all(recording.graph.state.changes, found.lifted)
+        if changes := recording.graph.state.changes:
+            leave_all(changes, found.lifted)
         is_own = found.numbers or asks
         return replace(planned, numbers=found.numbers, part=part, asks=asks) if is_own else planned
 
@@ -468,18 +472,13 @@ class Planner:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = owned_state(self.tensors())
         owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
-        self._check_memory(plan.placed, tensors, owners)
+        self._modified |= modified_state(plan.placed)
+        trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
+        check_overlapping(self._overlapping, owners, self._modified | trained)
+        check_used(plan.placed, tensors, self._overlapping)
         self.owners.update(owners)
         check_homes(plan, self.owners)
         self._free_others()
-
-    def _check_memory(
-        self, placed: PlacedGraph, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]
-    ) -> None:
-        self._modified |= modified_state(placed)
-        trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
-        check_overlapping(self._overlapping, owners, self._modified | trained)
-        check_used(placed, tensors, self._overlapping)
 
     def _free_others(self) -> None:
         """Give what is owned here its memory, and free what others own."""

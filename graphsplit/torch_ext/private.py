@@ -48,8 +48,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
 
-from graphsplit.torch_ext.function_modes import default_devices
-
 __all__ = [
     "CHECKPOINT",
     "CHECKPOINT_HOOK",
@@ -159,7 +157,6 @@ def _get_sdp_priority_order() -> list[int]:
 
 # Which of several kernels runs, and where; each has a getter of its own.
 SWITCHES: tuple[Callable[[], Any], ...] = (
-    default_devices,
     _get_sdp_priority_order if torch.backends.cuda.is_built() else _C._get_sdp_priority_order,
     *(
         getattr(_C, f"_get_{name}")

@@ -135,8 +135,8 @@ class ClusterEngine(ClusterState):
 
     def _given(self, division: Division, **options: Any) -> PlannedStep:
         planned = self._leading.given(Mode.TRAIN, division, self._step, **options)
-        may_run_twice = self._job.recovery_policy in (WAIT_REJOIN, GO_ON)
-        if may_run_twice and any(plan.asking_inputs for plan in planned.plans):
+        asks = any(plan.asking_inputs for plan in planned.plans)
+        if asks and self._job.recovery_policy in (WAIT_REJOIN, GO_ON):  # a step may run twice
             raise ConfigurationError(
                 f"the batch asks for a gradient (requires_grad), and with GS_RECOVERY="
                 f"{self._job.recovery_policy} a step may run twice, which would add it twice\n"
