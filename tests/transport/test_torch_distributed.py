@@ -68,9 +68,9 @@ def test_values_of_all_sizes_pass_each_other_in_any_order(workers: Workers) -> N
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_value_is_copied_unless_nobody_writes_to_it(workers: Workers, keeps: bool) -> None:
-    spec = replace(spec_of(shape=(50_000,), max_bytes=200_000), keeps=keeps)
+    spec = replace(spec_of(shape=(100_000,), max_bytes=400_000), keeps=keeps)
     sender, receiver = workers.open(spec)
-    value = torch.arange(50_000.0)
+    value = torch.arange(100_000.0)
     expected, lies_at = value.clone(), value.data_ptr()
     sender.send(value, step=0, microbatch=0)
     ((payload, _),) = sender._under_way  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def test_a_value_is_copied_unless_nobody_writes_to_it(workers: Workers, keeps: b
     if not keeps:
         value.zero_()
     del value, payload
-    others = [torch.zeros(50_000) for _ in range(4)]
+    others = [torch.zeros(100_000) for _ in range(4)]
     received = receiver.receive(step=0, microbatch=0)
     assert (
         received is not None and torch.equal(received, expected) and not any(map(torch.any, others))
@@ -89,11 +89,11 @@ def test_a_large_value_under_way_when_its_plan_is_closed_does_not_hold_up_others
     workers: Workers,
 ) -> None:
     sender, receiver = workers.open(spec_of(plan=0))
-    late, _ = workers.open(spec_of(shape=(50_000,), max_bytes=200_000, plan=1))
+    late, _ = workers.open(spec_of(shape=(100_000,), max_bytes=400_000, plan=1))
     sender.send(torch.ones(4), step=0, microbatch=0)
     assert receiver.receive(step=0, microbatch=0) is not None
     workers.transports[1].close_plan(1)
-    late.send(torch.ones(50_000), step=0, microbatch=0)
+    late.send(torch.ones(100_000), step=0, microbatch=0)
     sender.send(torch.ones(4), step=1, microbatch=0)
     assert receiver.receive(step=1, microbatch=0) is not None
 
@@ -176,7 +176,7 @@ class Attacker:
         meeting = Rendezvous(mine._meetings, session=mine._session, peer=1, num_workers=2)
         meeting.swap_nonces()
         device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        self.group = meeting.gloo_group(device)
+        self.out, self.into = meeting.gloo_groups(device)
         self.proof = WireRecord(RecordKind.PROOF, header=meeting.proof(0, 1))
         self.held: list[Any] = [meeting.store, device, victim]
 
@@ -185,14 +185,23 @@ class Attacker:
         buffer = MessageBuffer()
         for record in records:
             buffer.write(record)
-        self.held.append((buffer, self.group.send([buffer.written()], 1, MESSAGE_TAG)))
+        self.held.append((buffer, self.out.send([buffer.written()], 1, MESSAGE_TAG)))
+
+    def prove(self, proof: bytes) -> None:
+        """Say who this is on the way back."""
+        said = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
+        self.held.append((said, self.into.send([said], 1, MESSAGE_TAG)))
+        heard = torch.empty_like(said)
+        self.held.append((heard, self.out.recv([heard], 1, MESSAGE_TAG)))
 
     def close(self) -> None:
         """Leave, and close the victim."""
         nothing = torch.empty(1, dtype=torch.uint8)
-        with pytest.raises(RuntimeError):
-            self.group.recv([nothing], 1, 9).wait(timedelta(milliseconds=1))
-        self.group = None
+        for group in (self.out, self.into):
+            with pytest.raises(RuntimeError):
+                group.recv([nothing], 1, 9).wait(timedelta(milliseconds=1))
+        del group
+        self.out = self.into = None
         self.held.clear()
         for future in [start(router.close) for router in self.routers]:
             future.result(DEADLINE_S)
@@ -231,8 +240,20 @@ VALUE = WireRecord(RecordKind.SMALL, 0, 0, 0, header(), 16)
 def test_what_the_plan_does_not_expect_breaks_the_link(
     attacker: Attacker, said: list[WireRecord | None], reason: str
 ) -> None:
+    attacker.prove(attacker.proof.header)
     for record in said:
         attacker.say(record or attacker.proof)
+    broken(attacker, reason)
+
+
+def test_a_stranger_at_the_end_that_values_go_to_breaks_the_link(attacker: Attacker) -> None:
+    attacker.prove(b"?" * 32)
+    attacker.say(attacker.proof)
+    broken(attacker, "a stranger answered in its place")
+
+
+def broken(attacker: Attacker, reason: str) -> None:
+    """Wait until the victim's link is, and for which reason."""
     incoming = attacker.receiver._incoming
     deadline = time.monotonic() + DEADLINE_S
     while incoming.broken is None and time.monotonic() < deadline:

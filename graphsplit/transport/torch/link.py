@@ -9,6 +9,10 @@ reads files what arrives by channel::
 
 The reader is a program that waits, or else the link's own thread; see ``turns.py``.
 
+Each direction has a group, and so a connection, of its own. Gloo sends what is larger once it has
+heard that the receive is posted: on a connection for both directions it would hear that behind
+all that goes back, and two that send to each other would take turns on the cable.
+
 So the order in which B's program receives need not be the order in which A's sends, and both may
 be any order at all: nothing is matched by the order of posting, which is what deadlocks programs
 that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``credit.py``.
@@ -69,18 +73,20 @@ _ABORT_AFTER = timedelta(milliseconds=1)
 
 @dataclass(frozen=True)
 class PairGroup:
-    """A process group of two, and what each of them says first.
+    """The process groups of two, and what each of them says first.
 
     Attributes:
-        gloo: Moves host memory.
+        out: Moves host memory to the peer.
+        into: Moves host memory from the peer.
         device: Moves device memory; None where there is none.
-        peer: The other one's rank in the group.
+        peer: The other one's rank in the groups.
         mine: What this worker says first.
         theirs: What the other one must say first.
-        store: Must live as long as the group.
+        store: Must live as long as the groups.
     """
 
-    gloo: Any
+    out: Any
+    into: Any
     device: DeviceWire | None
     peer: int
     mine: bytes
@@ -244,9 +250,10 @@ class TorchLink:
         group = self._group
         if group is None:
             return
-        with suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8)
-            group.gloo.recv([nothing], group.peer, ABORT_TAG).wait(_ABORT_AFTER)
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for stream in (group.into, group.out):
+            with suppress(RuntimeError):
+                stream.recv([nothing], group.peer, ABORT_TAG).wait(_ABORT_AFTER)
         if group.device is not None:
             group.device.abort()
 
@@ -279,7 +286,7 @@ class TorchLink:
                 self._post(group, MessageBuffer())
             self._group = group
             self.writer.start(
-                group.gloo, group.peer, WireRecord(RecordKind.PROOF, header=group.mine)
+                group.out, group.peer, WireRecord(RecordKind.PROOF, header=group.mine)
             )
             self._is_made.set()
             if self._is_closing:
@@ -292,7 +299,7 @@ class TorchLink:
         self._posted.clear()
 
     def _post(self, group: PairGroup, message: MessageBuffer) -> None:
-        message.work = group.gloo.recv([message.memory], group.peer, MESSAGE_TAG)
+        message.work = group.into.recv([message.memory], group.peer, MESSAGE_TAG)
         self._posted.append(message)
 
     def _next(self) -> MessageBuffer:
@@ -301,12 +308,21 @@ class TorchLink:
         return message
 
     def _check_proof(self, group: PairGroup) -> None:
+        """Both groups lead to the peer: nothing is read before that is known, and no value sent."""
+        mine = torch.frombuffer(bytearray(group.mine), dtype=torch.uint8)
+        theirs = torch.empty_like(mine)
+        heard = group.out.recv([theirs], group.peer, MESSAGE_TAG)
+        told = group.into.send([mine], group.peer, MESSAGE_TAG)
         message = self._next()
         record = message.read()[0][0]
-        if record.kind is not RecordKind.PROOF or not hmac.compare_digest(
-            record.header, group.theirs
-        ):
+        proof = record.header if record.kind is RecordKind.PROOF else b""
+        is_peer = hmac.compare_digest(proof, group.theirs)
+        if is_peer:
+            heard.wait(FOREVER)
+            is_peer = hmac.compare_digest(theirs.numpy().tobytes(), group.theirs)
+        if not is_peer:
             raise FrameError(f"worker {self.peer}: a stranger answered in its place")
+        told.wait(FOREVER)
         self._post(group, message)
 
     def _read(self) -> None:
@@ -405,7 +421,7 @@ class TorchLink:
         group = self._group
         if group is None:
             raise TransportError("closed its end")
-        return group.gloo.recv([piece], group.peer, PAYLOAD_TAG)
+        return group.into.recv([piece], group.peer, PAYLOAD_TAG)
 
     def _end(self, raised: Exception) -> None:
         if self._peer_left or self._is_closing:

@@ -1,4 +1,4 @@
-"""Makes a process group of two workers, without a store that anybody could use.
+"""Makes process groups of two workers, without a store that anybody could use.
 
 ``torch.distributed`` wants a store to swap addresses in. Its ``TCPStore`` listens on every
 interface, asks nobody who he is, and believes the sizes it is told. The two ends of a link need
@@ -8,7 +8,7 @@ lets members of the job in and nobody else::
     worker 0                                  worker 1
     set("nonce", ...)      -- channel 0 -->   get("nonce")
     get("nonce")           <-- channel 1 --   set("nonce", ...)
-    ProcessGroupGloo(store, 0, 2)             ProcessGroupGloo(store, 1, 2)
+    ProcessGroupGloo(store, 0, 2), twice      ProcessGroupGloo(store, 1, 2), twice
     proof of both nonces   ==== link ====>    compared, before anything else is read
 
 Gloo itself takes whoever connects first. The proof shows that the link leads where the stream
@@ -145,10 +145,14 @@ class Rendezvous:
         about = f"{self._about} {source} {destination}".encode()
         return hmac.new(self._key, about, hashlib.sha256).digest()
 
-    def gloo_group(self, device: Any) -> Any:
-        """A process group of the two; waits for the other to make its half.
+    def gloo_groups(self, device: Any) -> tuple[Any, Any]:
+        """Process groups of the two, to send by and to receive by; waits for the other's halves.
 
         Raises:
             RuntimeError: They could not connect.
         """
-        return gloo_group(self.store, self.rank, device, timedelta(seconds=CONNECT_S))
+        groups = []
+        for direction in ("up", "down"):
+            store = dist.distributed_c10d.PrefixStore(direction, self.store)
+            groups.append(gloo_group(store, self.rank, device, timedelta(seconds=CONNECT_S)))
+        return groups[self.rank], groups[1 - self.rank]

@@ -125,7 +125,7 @@ class TorchTransport(Transport):
             return link
 
     def _connect(self, peer: int, meet: Callable[[], None]) -> PairGroup:
-        """Meet the peer, and make a group of two; on the link's thread."""
+        """Meet the peer, and make the groups of two; on the link's thread."""
         mine = self._session.rank
         meeting = Rendezvous(
             self._meetings, session=self._session, peer=peer, num_workers=self._num_workers
@@ -134,12 +134,13 @@ class TorchTransport(Transport):
             raise TransportError("the transport was closed")
         meeting.swap_nonces()
         meet()
-        gloo = meeting.gloo_group(self._device)
+        out, into = meeting.gloo_groups(self._device)
         device = None
         if self._has_device:
             device = DeviceWire(meeting, torch.device("cuda", torch.cuda.current_device()))
         return PairGroup(
-            gloo=gloo,
+            out=out,
+            into=into,
             device=device,
             peer=1 - meeting.rank,
             mine=meeting.proof(mine, peer),

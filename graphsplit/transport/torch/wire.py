@@ -24,7 +24,7 @@ from graphsplit.transport.layout import ALIGNMENT, aligned
 
 PIECE_BYTES = 512 << 10
 """Larger payloads travel in pieces of this size, the next one copied while the last one is sent."""
-INLINE_BYTES = 64 << 10
+INLINE_BYTES = 256 << 10
 """Payloads up to this size travel inside a message."""
 MESSAGE_BYTES = INLINE_BYTES + (4 << 10)
 MAX_HEADER_BYTES = 2 << 10
