@@ -35,10 +35,11 @@ def canonical_lines(
     Args:
         graph: The graph.
         lifted: The values of its lifted numbers.
-        batch: The leaves of an example of the batch, where values are lifted.
+        batch: The leaves of an example of the batch: numbers made of its sizes, or of lifted ones,
+            are told by their values.
     """
     numbers: Mapping[str, Any] = {}
-    if graph.sizes is not None and lifted:
+    if graph.sizes is not None and batch:
         symbols = graph.sizes.bind(batch, lifted)
         numbers = (graph.sizes.compute(symbols) if symbols is not None else None) or {}
     shown_as: dict[int, str] = {}

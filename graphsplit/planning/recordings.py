@@ -74,13 +74,17 @@ class Recording:
     plans: int = -1
     changed: tuple[Failure, ...] = ()
     num_checked: int = 0
-    _leaves: dict[str, list[Any]] = field(default_factory=dict)
+    _leaves: dict[str, list[Any] | None] = field(default_factory=dict)
     _numbers: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
 
     def lifted(self) -> tuple[Any, ...]:
         """The present values of the lifted numbers."""
         guards = self.graph.state.guards
         return guards.lifted_values() if guards.lifted else ()
+
+    def is_for(self, signature: Signature) -> bool:
+        """Whether the graph holds for a batch, as far as Python values do not matter."""
+        return self.signature == signature or self.numbers(signature, self.lifted()) is not None
 
     def numbers(self, signature: Signature, lifted: Sequence[Any]) -> Mapping[str, Any] | None:
         """The numbers of the graph, for a batch; None if the graph does not hold for it."""
@@ -89,10 +93,11 @@ class Recording:
             return {} if signature == self.signature else None
         if not lifted and signature.digest in self._numbers:
             return self._numbers[signature.digest]
-        known = self._leaves.get(signature.digest)
-        if known is None:
-            known = self._leaves[signature.digest] = leaves(signature.example("meta"))
-        symbols = sizes.bind(known, lifted)
+        if signature.digest not in self._leaves:
+            is_alike = signature.structure() == self.signature.structure()
+            self._leaves[signature.digest] = leaves(signature.example("meta")) if is_alike else None
+        known = self._leaves[signature.digest]
+        symbols = None if known is None else sizes.bind(known, lifted)
         found = None if symbols is None else sizes.compute(symbols)
         if not lifted:
             self._numbers[signature.digest] = found
@@ -231,7 +236,7 @@ class Recordings:
 
     def _of_step(self, mode: Mode, signature: Signature) -> list[Recording]:
         """The recordings of such a step: those for what is trained now, then the others."""
-        found = [r for r in self._latest if r.mode is mode and r.signature == signature]
+        found = [r for r in self._latest if r.mode is mode and r.is_for(signature)]
         return sorted(found, key=lambda recording: not self._fits(recording))
 
     def _marks(self, trained: Sequence[bool]) -> dict[str, bool]:
@@ -245,7 +250,7 @@ class Recordings:
         former = [recording for recording in self._latest if recording.mode is mode]
         if not former:
             return ""
-        if all(recording.signature != signature for recording in former):
+        if not self._of_step(mode, signature):
             return "the batch has other shapes or dtypes"
         changed = self.changed(mode, signature)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -264,7 +269,8 @@ class Recordings:
         changed = tuple(before.graph.state.guards.failures()) if before is not None else ()
         chosen = self._lifted(before, graph, changed, mode, signature) if before else None
         if chosen is None:
-            self._count(changed, (mode, signature.digest), time.monotonic() - began)
+            sizes = signature.structure() if self._task.dynamic_dims else signature.digest
+            self._count(changed, (mode, sizes), time.monotonic() - began)
         parameters = self._trainable()
         recording = Recording(
             self._num_made,
@@ -319,8 +325,9 @@ class Recordings:
         if recording.num_checked % every:
             return
         again = self._record(recording.mode, recording.signature, ())
-        batch = leaves(recording.signature.example("meta"))
-        old, new = canonical_lines(recording.graph, found.lifted, batch), canonical_lines(again)
+        batch = leaves(recording.signature.example("meta")) if found.lifted else ()
+        old = canonical_lines(recording.graph, found.lifted, batch)
+        new = canonical_lines(again, (), batch)
         if old == new:
             return
         pairs = list(zip_longest(old, new, fillvalue=("nothing", "nothing")))

@@ -347,3 +347,63 @@ def test_arithmetic_of_lifted_numbers_rounds_where_python_rounds(
         plan_everywhere=True,
         evaluate_after=(),
     )
+
+
+class Choosing(nn.Linear):
+    """Goes another way for batches of another structure, of the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.n = 0.5
+
+    def forward(self, x: Any, times: int = 1) -> torch.Tensor:
+        if isinstance(x, dict):
+            x = x["a"] if "a" in x else x["b"] * 2
+        x = x if x.dtype is torch.float32 else x.float() * 3
+        made: torch.Tensor = super().forward(x) * (self.n * times)
+        return made
+
+
+@pytest.mark.parametrize("dynamic_dims", [None, {0: 16}])
+def test_batches_of_another_structure_are_recorded_apart(
+    dynamic_dims: dict[int, int] | None,
+) -> None:
+    ((x, target),) = batches_of(4, 3, num=1)
+    first, others = (x, target), [(x, 2, target), (x, 3, target), (x.double(), target)]
+    others += [({"a": x}, target), ({"b": x}, target)]
+    assert_same_bits(
+        Choosing,
+        [*[first] * 4, *others, first],
+        num_workers=1,
+        loss_fn=rows_against_target,
+        dynamic_dims=dynamic_dims,
+        before_step=lambda step, net, loss: setattr(net, "n", falling(step)),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+SIZED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "the number alone": lambda net, h: h * net.n,
+    "times a size": lambda net, h: h * (net.n * h.shape[0]),
+    "a size by it": lambda net, h: h * (h.shape[0] / net.n),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_number_stays_an_operand_where_sizes_change_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, captures = Use(SIZED[name], falling), Captures(monkeypatch)
+    sizes = (8, 4, 7, 3, 12, 5, 9)
+    assert_same_bits(
+        lambda: Net(use),
+        [batches_of(size, 3, num=1)[0] for size in sizes],
+        num_workers=1,
+        loss_fn=rows_against_target,
+        dynamic_dims={0: 12},
+        before_step=lambda step, net, loss: setattr(net, "n", falling(step)),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+    assert captures.number <= 3
