@@ -20,7 +20,7 @@ from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.environment import IN_WORDS, Found
 from graphsplit.security.held_files import HeldFile, NotOwnFolderError, read_held
-from graphsplit.security.private_files import own_folder, replace_file
+from graphsplit.security.private_files import open_to_read, own_folder, replace_file
 
 _LOOK_AGAIN_S = 0.05
 _MAX_BYTES = 4096
@@ -105,7 +105,7 @@ class SharedFolder:
     def look(self) -> Whereabouts | None:
         """See ``RendezvousPlace.look``."""
         try:
-            with self._path.open("rb") as file:
+            with open_to_read(self._path) as file:
                 return _read(file.read(_MAX_BYTES))
         except OSError:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -61,6 +62,19 @@ def _read(variable: str, path: str) -> tuple[bytes, os.stat_result]:
         ) from None
 
 
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a file of a folder that others may write into; a pipe in its place would never end.
+
+    Raises:
+        OSError: It cannot be opened, or is no file.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(number, "rb")
+
+
 def own_folder() -> Path:
     """Where this user's processes on this machine leave secrets for each other."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -92,17 +106,17 @@ def write_new_file(path: Path, content: bytes, *, mode: int) -> None:
         file.write(content)
 
 
-def open_new_file(path: Path, *, mode: int = 0o600) -> BinaryIO:
+def open_new_file(path: Path, *, mode: int = 0o600, buffering: int = -1) -> BinaryIO:
     """Make a file that was not there, and open it for writing.
 
     Raises:
         FileExistsError: It is there, or a link is.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    return open(os.open(path, flags, mode), "wb")
+    return open(os.open(path, flags, mode), "wb", buffering)
 
 
-def open_instead(path: Path) -> BinaryIO:
+def open_instead(path: Path, *, mode: int = 0o600, buffering: int = -1) -> BinaryIO:
     """Open a new file in the place of what an earlier writer left, a planted link included.
 
     In a folder that others write into, a link may stand there again at once: that is an error.
@@ -111,7 +125,7 @@ def open_instead(path: Path) -> BinaryIO:
         OSError: It cannot be made.
     """
     path.unlink(missing_ok=True)
-    return open_new_file(path)
+    return open_new_file(path, mode=mode, buffering=buffering)
 
 
 def replace_file(path: Path, *pieces: bytes | memoryview) -> None:

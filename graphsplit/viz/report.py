@@ -10,6 +10,7 @@ from pathlib import Path
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.schedule.simulation.timeline import Timeline
+from graphsplit.security.private_files import open_instead
 from graphsplit.text import align
 from graphsplit.viz.chrome import chrome_trace
 from graphsplit.viz.svg import draw_timelines
@@ -116,9 +117,13 @@ def write_report(report: StepReport, folder: Path) -> None:
     """Write ``FILES`` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     timelines = {"predicted": report.predicted, "measured": report.measured}
-    trace = chrome_trace(report.plan, timelines)
-    (folder / "trace.json").write_text(json.dumps(trace))
-    (folder / "timeline.svg").write_text(draw_timelines(report.plan, timelines))
-    (folder / "summary.txt").write_text(describe_report(report) + "\n")
-    # The last one: who waits for it finds all of them.
-    (folder / "summary.json").write_text(json.dumps(summary(report), indent=2) + "\n")
+    written = {
+        "trace.json": json.dumps(chrome_trace(report.plan, timelines)),
+        "timeline.svg": draw_timelines(report.plan, timelines),
+        "summary.txt": describe_report(report) + "\n",
+        # The last one: who waits for it finds all of them.
+        "summary.json": json.dumps(summary(report), indent=2) + "\n",
+    }
+    for name, text in written.items():
+        with open_instead(folder / name, mode=0o666) as file:  # no link that was planted there
+            file.write(text.encode())

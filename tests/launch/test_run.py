@@ -231,11 +231,16 @@ def test_the_children_of_a_process_end_with_it(launch: Launch) -> None:
 
 
 def test_logs_hold_each_process_apart(launch: Launch, tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
+    logs, prey = tmp_path / "logs", tmp_path / "prey"
+    logs.mkdir()
+    prey.write_text("mine")
+    (logs / "scheduler.log").symlink_to(prey)  # planted: to be written through
+    os.mkfifo(logs / "worker_0.log")  # and to be waited for
     launcher = launch("print(name)", options=("-n", "1", "--log-dir", str(logs)))
-    launcher.communicate()
+    launcher.communicate(timeout=60)
     assert (logs / "scheduler.log").read_text() == "MS_SCHED\n"
     assert (logs / "worker_0.log").read_text() == "MS_WORKER0\n"
+    assert prey.read_text() == "mine"
 
 
 def test_a_missing_script_is_named(launch: Launch) -> None:

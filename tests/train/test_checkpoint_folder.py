@@ -320,6 +320,15 @@ def test_a_missing_file_and_a_truncated_one_are_named(tmp_path: Path) -> None:
         load(trained(0), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "training.safetensors"])
+def test_a_pipe_that_somebody_planted_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    save(trained(), tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is no regular file"):
+        load(trained(0), tmp_path)
+
+
 def edit(path: Path, **changes: Any) -> None:
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, **changes}))

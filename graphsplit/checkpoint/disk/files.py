@@ -25,7 +25,7 @@ from graphsplit.checkpoint.disk.layout import (
 )
 from graphsplit.encoding.fields import integer
 from graphsplit.errors import CheckpointError, InvariantError
-from graphsplit.security.private_files import PART, open_instead, put_in_place
+from graphsplit.security.private_files import PART, open_instead, open_to_read, put_in_place
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides, octets_of
 
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -228,7 +228,7 @@ class TensorFile:
 
 
 def _record_of(path: Path) -> FileRecord:
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(PREFIX_BYTES), "little")
         header = file.read(min(length, size, MAX_HEADER_BYTES))

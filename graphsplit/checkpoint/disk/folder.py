@@ -15,6 +15,7 @@ from graphsplit.checkpoint.disk.manifest import (
     is_file_of_a_save,
 )
 from graphsplit.errors import CheckpointError
+from graphsplit.security.private_files import open_to_read
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -34,7 +35,7 @@ def read_manifest_text(folder: Path) -> str:
     """
     path = folder / MANIFEST
     try:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} holds no complete save: {_why_none(folder)}") from None

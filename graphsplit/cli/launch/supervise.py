@@ -35,6 +35,7 @@ from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import EndReport, forget, has_begun, read_report
+from graphsplit.security.private_files import open_instead
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READ_BYTES = 1 << 16
@@ -332,7 +333,8 @@ class _Job:
         if self._log_dir is None:
             return None
         path = self._log_dir / f"{spec.file_stem}.log"
-        log = self._logs[spec.name] = self._stack.enter_context(path.open("wb", buffering=0))
+        log = open_instead(path, mode=0o666, buffering=0)  # no link or pipe that was planted there
+        self._logs[spec.name] = self._stack.enter_context(log)
         return log
 
 

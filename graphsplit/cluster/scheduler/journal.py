@@ -20,7 +20,7 @@ from graphsplit.cluster.scheduler.job.image import JobImage
 from graphsplit.cluster.scheduler.job.rules import JobRules
 from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import JournalError
-from graphsplit.security.private_files import replace_file
+from graphsplit.security.private_files import open_to_read, replace_file
 
 HEADER = b"GSJRNL" + struct.pack("<H", 2)
 _PAYLOAD_AT = len(HEADER) + hashlib.sha256().digest_size
@@ -69,7 +69,8 @@ class Journal:
             JournalError: The file cannot be read, is damaged, or is of a job of another shape.
         """
         try:
-            image = parse(self._path.read_bytes())
+            with open_to_read(self._path) as file:
+                image = parse(file.read())
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -31,7 +31,7 @@ from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
 from graphsplit.job.group import read_message
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.security.private_files import replace_file
+from graphsplit.security.private_files import open_to_read, replace_file
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
@@ -80,7 +80,7 @@ class SnapshotFolder:
         """
         path = self.path(number) / SNAPSHOT
         try:
-            with open(path, "rb") as file:
+            with open_to_read(path) as file:
                 content = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
