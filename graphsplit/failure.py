@@ -22,43 +22,35 @@ class AbortSignal:
     waker that is called, from the thread that sets the signal, right after the cause is set.
 
     Attributes:
+        cause: The root cause, or None while the job is healthy.
+        recovers: Whether the generation is over, and the job goes on with a next one.
         generation: The generation whose waits this ends.
         was_raised: Whether some wait has ended with it already.
     """
 
     def __init__(self, generation: int = 1) -> None:
-        self._cause: FailureCause | None = None
-        self._recovers = False
+        self.cause: FailureCause | None = None
+        self.recovers = False
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
         self.generation = generation
         self.was_raised = False
 
-    @property
-    def cause(self) -> FailureCause | None:
-        """The root cause, or None while the job is healthy."""
-        return self._cause
-
-    @property
-    def recovers(self) -> bool:
-        """Whether the generation is over, and the job goes on with a next one."""
-        return self._recovers
-
     def add_waker(self, waker: Callable[[], None]) -> None:
         """Call ``waker`` once the signal is set; at once if it is set already."""
         with self._lock:
             self._wakers.append(waker)
-            is_set = self._cause is not None
+            is_set = self.cause is not None
         if is_set:
             waker()
 
     def set(self, cause: FailureCause, *, recovers: bool = False) -> bool:
         """Set the cause and wake every waiter. Returns False if another cause was first."""
         with self._lock:
-            is_superseding = self._recovers and not recovers
-            if self._cause is not None and not is_superseding:
+            is_superseding = self.recovers and not recovers
+            if self.cause is not None and not is_superseding:
                 return False
-            self._cause, self._recovers = cause, recovers
+            self.cause, self.recovers = cause, recovers
             wakers = list(self._wakers)
         for waker in wakers:
             waker()
@@ -67,7 +59,7 @@ class AbortSignal:
     def error(self) -> JobFailedError | MembershipChangedError | None:
         """The error that carries the root cause, or None while the job is healthy."""
         with self._lock:
-            cause, recovers = self._cause, self._recovers
+            cause, recovers = self.cause, self.recovers
         if cause is None:
             return None
         if recovers:

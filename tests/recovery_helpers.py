@@ -158,7 +158,7 @@ class ThreadMember:
         self.seats = cluster.seats
         self.generation = cluster.generation
         self.position: Any = CountedPosition(kill_at, cluster.wait_to_die)
-        self.job = "threads"
+        self.plan = SimpleNamespace(job="threads")
         self.state = SimpleNamespace(stops_soon=False)
         self.abort = AbortSignal()
         self.failures = self  # it is its own reporter
@@ -224,7 +224,7 @@ class ThreadJob(Job):
         fabric = cluster.fabric
         self.transport = MemoryTransport(fabric, generation=cluster.generation, policy=policy)
         self.control = ControlChannels(self.transport, self.rank, self.num_workers)
-        self._num_plans = 0
+        self.num_plans = 0
         self.is_ending = False
 
     def die_if_doomed(self) -> None:

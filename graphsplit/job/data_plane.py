@@ -71,7 +71,7 @@ class DataPlane:
             member.position.waiting_source = policy.waiting.now
             return hub.connect(
                 rank=member.rank,
-                job=member.job,
+                job=member.plan.job,
                 generation=member.generation,
                 peers=[peer.endpoints for peer in member.peers],
                 policy=policy,

@@ -68,6 +68,7 @@ class Job:
         ranks: The ranks of all of them.
         seats: The ranks that scripts know, of those who are there: all of them, unless the job goes
             on without some. Each worker's own is its ``seat``.
+        generation: The present generation, 1 in a new job; ``recover`` moves on to the next one.
         transport: Moves tensors between workers.
         control: Small and chunked messages outside any plan.
         abort: Set when the job fails, anywhere.
@@ -85,6 +86,8 @@ class Job:
         at_end: Called by ``finalize``, by all workers together, while all are still there.
         depth: How many calls of a Model are under way, one inside the other.
         has_stepped: Whether a Model has begun a step.
+        num_plans: The number that the plan made next will have.
+        is_closed: This worker has left.
         is_forked: This process is a child that the script has forked.
         is_stopping: The step under way is the last one: the job was asked to end.
         at_close: Called when this worker has left, however the job has ended.
@@ -117,12 +120,12 @@ class Job:
         self.compared_writes = ComparedWrites()
         self.readers = LoaderReaders()
         self.num_barriers = 0
-        self._closed = False
+        self.is_closed = False
         self._was_asked = False
         self.depth = 0
         self.has_stepped = False
         self.is_stopping = False
-        self._num_plans = 0
+        self.num_plans = 0
         self.is_ending = self.is_forked = False
         self.joined_generation = member.generation
         self.after_recovery: Callable[[], None] | None = None
@@ -136,6 +139,7 @@ class Job:
         member = self.member
         self.rank, self.num_workers = member.rank, member.num_workers
         self.ranks, self.seats = range(self.num_workers), member.seats
+        self.generation = member.generation
 
     @property
     def seat(self) -> int:
@@ -174,11 +178,6 @@ class Job:
         self.member.position.progress += 1
 
     @property
-    def generation(self) -> int:
-        """The present generation, 1 in a new job; ``recover`` moves on to the next one."""
-        return self.member.generation
-
-    @property
     def recovery_policy(self) -> str:
         """The answer to a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``, ``go_on``."""
         return self.member.recovery
@@ -213,23 +212,13 @@ class Job:
         if self.goes_on:
             self.owners = TensorOwners()  # they are fixed anew, among those who are there
         self.control = self._channels()
-        self._num_plans = 0
+        self.num_plans = 0
         self.abort.add_waker(self.interrupt_main_thread)
-
-    @property
-    def following_plan_number(self) -> int:
-        """The number that the plan made next will have."""
-        return self._num_plans
 
     def next_plan_number(self) -> int:
         """A number for a plan that no other plan of the job has; every worker draws alike."""
-        self._num_plans += 1
-        return self._num_plans - 1
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this worker has left."""
-        return self._closed
+        self.num_plans += 1
+        return self.num_plans - 1
 
     def reporting(self) -> AbstractContextManager[None]:
         """Report what is raised inside as this worker's failure, so that all workers end.
@@ -252,7 +241,7 @@ class Job:
         Returns:
             False if that is no use: nothing has begun, the job ends anyway, or it was asked before.
         """
-        is_over = self.is_ending or self._closed or self.abort.cause is not None
+        is_over = self.is_ending or self.is_closed or self.abort.cause is not None
         if self._was_asked or is_over or not self.has_stepped:
             return False
         self._was_asked = True
@@ -261,7 +250,7 @@ class Job:
 
     def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
-        if self._closed or hasattr(error, _REPORTED):
+        if self.is_closed or hasattr(error, _REPORTED):
             return None
         self.is_ending = not isinstance(error, MembershipChangedError)
         if isinstance(error, TransportError) and not isinstance(error, FrameError):
@@ -301,24 +290,24 @@ class Job:
 
     def interrupt_main_thread(self) -> None:
         """Called by another thread when the job ends: the main thread may be in user code."""
-        if not self._closed and WAKE_SIGNAL is not None:
+        if not self.is_closed and WAKE_SIGNAL is not None:
             with suppress(ProcessLookupError, ValueError):
                 signal.pthread_kill(threading.main_thread().ident or 0, WAKE_SIGNAL)
 
     def log_fields(self) -> dict[str, Any]:
         """The fields that every line of this worker's log carries."""
         step = self.member.position.location().step
-        rank, job = self.rank, self.member.job
+        rank, job = self.rank, self.member.plan.job
         return {"job": job, "generation": self.generation, "rank": rank, "step": step}
 
     def forget(self) -> None:
         """This process is a child that the script has forked: it has no part in the job."""
-        self._closed = self.is_ending = self.is_forked = True
+        self.is_closed = self.is_ending = self.is_forked = True
 
     def close(self) -> None:
         """Leave without waiting for anybody."""
-        if not self._closed:
-            self._closed = self.is_ending = True
+        if not self.is_closed:
+            self.is_closed = self.is_ending = True
             self.script.close()
             self.transport.close()
             self.member.close()

@@ -210,7 +210,7 @@ def _share_generator(job: Job) -> None:
     """One seed for all, unless the script has brought all generators to one state already."""
     digests = {peer.endpoints.get(GENERATOR_KEY) for peer in job.member.peers}
     if len(digests) > 1:
-        torch.manual_seed(job.member.seed)
+        torch.manual_seed(job.member.plan.seed)
     file = requested_file(os.environ)
     if file is not None and job.rank == 0:
         leave_generator(file, torch.default_generator.get_state().numpy().tobytes())

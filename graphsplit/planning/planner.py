@@ -255,7 +255,7 @@ class Planner:
             self._overlapping = overlapping(self.tensors())  # tensors may be buffers since
             number, plans = found.recording.number, found.recording.plans
             text = f"recording {number}\n" if plans == number else f"as {plans}\n"
-            topic = f"graph of plan {self._job.following_plan_number} ({mode.value})"
+            topic = f"graph of plan {self._job.num_plans} ({mode.value})"
             self._job.member.agree(topic, f"{note()}\n{text}{found.describe()}")
             if plans != number:
                 self._job.next_plan_number()  # no topic comes twice

@@ -73,20 +73,27 @@ class ProgramRunner:
 
     Each instruction is bound once to what it works on, so that a step is a plain loop over
     actions. Used by one thread.
+
+    Attributes:
+        instructions: The program.
+        nodes: The nodes of the plan's graph.
+        state: Parameters and buffers of this worker, by node.
+        plan_number: Number of the plan in the job.
     """
 
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
         self._told = _weakly(self.where), _weakly(self.location)
         self._plan = parts.plan
-        self._nodes = parts.plan.placed.graph.nodes
+        self.nodes = parts.plan.placed.graph.nodes
+        self.state, self.plan_number = parts.state, parts.plan_number
         self._code: dict[tuple[int, bool], SegmentCode] = {}
-        instructions = parts.program.instructions
+        self.instructions = instructions = parts.program.instructions
         self._apart = {  # microbatches of segments whose weight gradients are computed apart
             (i.operand, i.microbatch) for i in instructions if i.opcode is Opcode.BACKWARD_WEIGHT
         }
         self._input_index = {
-            p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
+            p: int(n.target) for p, n in enumerate(self.nodes) if n.kind is NodeKind.INPUT
         }
         self._first_of_backward = first_of_backward(parts.plan, parts.program)
         self._grad_enabled = parts.plan.placed.graph.mode.records_gradients
@@ -135,38 +142,22 @@ class ProgramRunner:
 
         Only as many as there are cores to spare: who was told looks for the value without sleeping.
         """
-        instructions = self._parts.program.instructions
         late = late_edges(self._plan)
         spare = max(1, (os.cpu_count() or 1) - 1)
-        for position, instruction in enumerate(instructions):
+        for position, instruction in enumerate(self.instructions):
             if instruction.opcode is not Opcode.FORWARD and instruction.opcode not in BACKWARD:
                 continue
-            after = map(instructions.__getitem__, range(position + 1, len(instructions)))
+            after = itertools.islice(self.instructions, position + 1, None)
             following = itertools.takewhile(lambda i: i.opcode is Opcode.SEND, after)
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
                 self._actions[position] = _announcing(senders, self._actions[position])
 
-    @property
-    def instructions(self) -> tuple[Instruction, ...]:
-        """The program."""
-        return self._parts.program.instructions
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes of the plan's graph."""
-        return self._nodes
-
     def node_at(self, file: str, line: int) -> Node | None:
         """The operation that a line of generated code runs, if it is one of this program's."""
         found = (code.node_at_line.get((file, line)) for code in self._code.values())
         return next((node for node in found if node is not None), None)
-
-    @property
-    def state(self) -> Mapping[int, torch.Tensor]:
-        """Parameters and buffers of this worker, by node."""
-        return self._parts.state
 
     def watch(self, wrap: Callable[[int, Action], Action] | None) -> None:
         """Run instructions inside what ``wrap`` makes of each, from the next step on.
@@ -284,11 +275,6 @@ class ProgramRunner:
         if first is not None:
             self._receivers[first].expect()
 
-    @property
-    def plan_number(self) -> int:
-        """Number of the plan in the job."""
-        return self._parts.plan_number
-
     def next_instruction(self) -> Instruction | None:
         """The instruction that runs, or runs next; None at the end of the step."""
         instructions = self._parts.program.instructions
@@ -299,7 +285,7 @@ class ProgramRunner:
         code, node = self._code.get(self._code_key(instruction)), None
         if instruction.opcode is Opcode.FORWARD and code is not None:
             node = code.failing_node(error)
-        return step_failed(error, self.where(), self.location(), self._nodes, node)
+        return step_failed(error, self.where(), self.location(), self.nodes, node)
 
     def _bind(self, instruction: Instruction) -> Action:
         opcode, operand = instruction.opcode, instruction.operand
@@ -372,14 +358,14 @@ class ProgramRunner:
         It asks for one all the same, if it does in eager mode: ``matmul`` chooses its kernel by
         that, inside ``no_grad`` too.
         """
-        source, node = self._source(value, microbatch), self._nodes[value]
+        source, node = self._source(value, microbatch), self.nodes[value]
         if node.asks_grad and node.kind is NodeKind.OPERATION:
             return lambda state: _asking(source(state))
         return source
 
     def _source(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
         """Where a segment finds a value from outside."""
-        node = self._nodes[value]
+        node = self.nodes[value]
         if node.kind is NodeKind.CONSTANT:
             constant = self._plan.placed.graph.constants[node.name]
             return lambda state: constant
@@ -398,7 +384,7 @@ class ProgramRunner:
         return lambda state: state.values[microbatch][slot]
 
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
-        send = self._ends.sending(edge, self._nodes[edge.value])
+        send = self._ends.sending(edge, self.nodes[edge.value])
         value = edge.value
         if edge.kind is EdgeKind.REDUCTION:
             return bind_send_reduction(self._plan, edge, send)
@@ -416,11 +402,11 @@ class ProgramRunner:
                 found = [collected.pop(c) for c in contributions]
                 total = found[0] if len(found) == 1 else gradient_sum(found)
                 if total is not None and total.layout is not torch.strided:
-                    raise sparse_gradient(self._nodes[value], edge)
+                    raise sparse_gradient(self.nodes[value], edge)
                 send(total, step=state.step, microbatch=microbatch)
 
             return send_gradient
-        if self._nodes[value].is_state:
+        if self.nodes[value].is_state:
             return bind_send_state(self._plan, edge, microbatch, self._parts.state, send)
         slot = self._plan.slot(value)
         return lambda state: send(
@@ -428,7 +414,7 @@ class ProgramRunner:
         )
 
     def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
-        receive = self._ends.receiving(edge, self._nodes[edge.value])
+        receive = self._ends.receiving(edge, self.nodes[edge.value])
         index, value = edge.index, edge.value
         slot = self._plan.slot(value)
         if edge.kind is EdgeKind.REDUCTION:
@@ -446,7 +432,7 @@ class ProgramRunner:
 
         if edge.kind in (EdgeKind.GRADIENT, EdgeKind.BLOCK):
             return receive_gradient
-        if self._nodes[value].is_state:
+        if self.nodes[value].is_state:
             return bind_receive_state(self._plan, edge, microbatch, receive)
         return receive_value
 

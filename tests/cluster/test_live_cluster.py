@@ -35,8 +35,8 @@ def test_five_workers_form_a_job_in_any_order_and_finish_it(start_cluster, order
     joined = cluster.join_all(*order)
     assert [one.member.rank for one in joined] == [0, 1, 2, 3, 4]
     assert {one.member.num_workers for one in joined} == {5}
-    assert len({one.member.job for one in joined}) == 1
-    assert len({one.member.seed for one in joined}) == 1
+    assert len({one.member.plan.job for one in joined}) == 1
+    assert len({one.member.plan.seed for one in joined}) == 1
     assert {one.member.generation for one in joined} == {1}
     peers = joined[0].member.peers
     assert [peer.endpoints["grpc"] for peer in peers] == [f"127.0.0.1:1{n}" for n in range(5)]

@@ -67,7 +67,7 @@ def test_a_lost_worker_is_replaced_and_the_job_finishes_in_the_next_generation(s
     assert newcomer.member.rank == 2
     assert newcomer.member.peers[0].endpoints == ENDPOINTS
     assert members[0].abort.cause is None
-    assert members[0].seed == newcomer.member.seed
+    assert members[0].plan.seed == newcomer.member.plan.seed
     for future in [cluster.submit(member.barrier, "again") for member in members]:
         future.result(DEADLINE_S)
     finish_all(cluster, members)

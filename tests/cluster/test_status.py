@@ -110,7 +110,7 @@ def test_a_job_can_be_asked_while_it_forms_and_while_it_runs(start_cluster):
     wait_until(is_known, "what it waits for")
     running = ask(cluster)
     assert (running.phase, running.missing) == ("running", [])
-    assert running.job == joined[0].member.job
+    assert running.job == joined[0].member.plan.job
     assert running.workers[1].position == "train step 3"
     assert running.workers[1].location.edge == 7
     assert "waits for worker 0: relu" in status_table(running)

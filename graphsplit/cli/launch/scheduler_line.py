@@ -18,41 +18,35 @@ class SchedulerLine:
 
     Args:
         clock: Seconds that do not run backwards.
+
+    Attributes:
+        line: Our end, while there is a scheduler.
+        deadline_s: When the scheduler counts as frozen; None while it has not spoken.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._line: Line | None = None
+        self.line: Line | None = None
         self._within_s = 0.0
-        self._deadline_s: float | None = None
+        self.deadline_s: float | None = None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[tuple[Line, Line]]:
         """A new line: our end, and the scheduler's, which is closed here once it has been given."""
         self.close()
-        self._line, theirs = Line.pair()
+        self.line, theirs = Line.pair()
         try:
-            yield self._line, theirs
+            yield self.line, theirs
         finally:
             theirs.close()
 
-    @property
-    def line(self) -> Line | None:
-        """Our end, while there is a scheduler."""
-        return self._line
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When the scheduler counts as frozen; None while it has not spoken."""
-        return self._deadline_s
-
     def hear(self) -> list[Note]:
         """Read the scheduler's notes, its beats aside."""
-        notes = [] if self._line is None else list(self._line.read())
+        notes = [] if self.line is None else list(self.line.read())
         beats = [note for note in notes if isinstance(note, Beat)]
         if beats:
             self._within_s = beats[-1].within_s
-            self._deadline_s = self._clock() + self._within_s
+            self.deadline_s = self._clock() + self._within_s
         return [note for note in notes if not isinstance(note, Beat)]
 
     def silent_for(self) -> float | None:
@@ -61,20 +55,20 @@ class SchedulerLine:
         Whoever asks long after the deadline was frozen: what came meanwhile may be on its way.
         """
         now_s = self._clock()
-        if self._deadline_s is None or now_s < self._deadline_s:
+        if self.deadline_s is None or now_s < self.deadline_s:
             return None
-        if now_s > self._deadline_s + _FROZEN_S:
-            self._deadline_s = now_s + self._within_s
+        if now_s > self.deadline_s + _FROZEN_S:
+            self.deadline_s = now_s + self._within_s
             return None
         return self._within_s
 
     def say(self, note: Note) -> None:
         """Tell the scheduler, if there is one."""
-        if self._line is not None:
-            self._line.send(note)
+        if self.line is not None:
+            self.line.send(note)
 
     def close(self) -> None:
         """The scheduler is gone."""
-        if self._line is not None:
-            self._line.close()
-        self._line = self._deadline_s = None
+        if self.line is not None:
+            self.line.close()
+        self.line = self.deadline_s = None

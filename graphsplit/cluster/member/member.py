@@ -107,11 +107,6 @@ class Member(Membership):
         return tuple(peer.rank for peer in self.plan.peers)
 
     @property
-    def job(self) -> str:
-        """The job's random id, 128 bits in hexadecimal."""
-        return self.plan.job
-
-    @property
     def generation(self) -> int:
         """The span of constant membership: fences messages of former ones; 1 in a new job."""
         return self.plan.generation
@@ -120,11 +115,6 @@ class Member(Membership):
     def recovery(self) -> str:
         """The policy for lost workers: ``fail_fast``, ``wait_rejoin``, ``restart``, ``go_on``."""
         return self.state.recovery
-
-    @property
-    def seed(self) -> int:
-        """One random seed for all workers; the script's own if it set one."""
-        return self.plan.seed
 
     @property
     def peers(self) -> tuple[Peer, ...]:

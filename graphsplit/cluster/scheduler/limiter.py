@@ -35,16 +35,6 @@ class AdmissionLimiter:
         self._failures: OrderedDict[str, TokenBucket] = OrderedDict()
         self.lines = LineLimiter(now)
 
-    @property
-    def num_waiting(self) -> int:
-        """How many strangers are being looked at."""
-        return self._waiting.total()
-
-    @property
-    def num_addresses(self) -> int:
-        """How many addresses it remembers."""
-        return len(self._failures)
-
     def enter(self, address: str, now: float) -> str | None:
         """A stream was opened. Returns why it must come back later, or None and counts it."""
         if self._waiting.total() >= self._max_waiting:

@@ -73,6 +73,7 @@ class Replicator:
         disk: Writes parts to disk; None if nothing goes there.
 
     Attributes:
+        offered: Number of the part that was offered last; -1 before.
         own: This worker's parts that may still be needed, by number.
         held: What is here of the worker before this one.
         committed: Number of the newest snapshot all of whose parts are held; -1 before.
@@ -87,7 +88,7 @@ class Replicator:
         self.held = held
         self.committed = self.on_disk = -1
         self.on_release: Callable[[SnapshotShard], None] = _keep_nothing
-        self._offered = self._to_store = -1
+        self.offered = self._to_store = -1
         self._holders: dict[int, set[int]] = {}
         self._stored: dict[int, dict[int, str]] = {}
         self._outgoing: dict[int, OutgoingStream] = {}
@@ -118,7 +119,7 @@ class Replicator:
         self._open()
         with self._changed:
             self.own[part.number] = part
-            is_first, self._offered = self._offered < 0, part.number
+            is_first, self.offered = self.offered < 0, part.number
             if script is not None and self._disk is not None:
                 self._to_store = part.number
                 self._disk.put(part, script)
@@ -131,11 +132,6 @@ class Replicator:
                 self._note_held(self._rank, part.number)
             self._changed.notify_all()
         self._start()
-
-    @property
-    def offered(self) -> int:
-        """Number of the part that was offered last; -1 before."""
-        return self._offered
 
     def wait_committed(self, number: int) -> None:
         """Wait until all parts of a snapshot are held.
@@ -213,7 +209,7 @@ class Replicator:
     @property
     def _is_busy(self) -> bool:
         return (
-            self.committed < self._offered
+            self.committed < self.offered
             or self.on_disk < self._to_store
             or any(not out.is_empty for out in self._outgoing.values())
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from graphsplit.cluster.scheduler.job.formation import Holders, assign_ranks
@@ -79,38 +79,37 @@ class Worker:
 
 
 class Roster:
-    """All accepted workers, in the order of arrival until ``seal``, then in that of ranks."""
+    """All accepted workers.
+
+    Attributes:
+        in_order: Those, in the order of arrival until ``seal``, then in that of ranks.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._workers: list[Worker] = []
+        self.in_order: list[Worker] = []
         self._by_node: dict[int, Worker] = {}
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers)
+        return iter(self.in_order)
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self.in_order)
 
     @property
     def is_full(self) -> bool:
         """Whether every rank is held."""
-        return len(self._workers) == self._num_workers
-
-    @property
-    def in_order(self) -> Sequence[Worker]:
-        """The workers by rank, once all are there and ranks are final."""
-        return self._workers
+        return len(self.in_order) == self._num_workers
 
     @property
     def registrations(self) -> list[Register]:
         """The registrations of all workers."""
-        return [worker.registration for worker in self._workers]
+        return [worker.registration for worker in self.in_order]
 
     @property
     def vacant(self) -> list[int]:
         """The ranks that nobody holds, once ranks are final."""
-        held = {worker.rank for worker in self._workers}
+        held = {worker.rank for worker in self.in_order}
         return [rank for rank in range(self._num_workers) if rank not in held]
 
     def get(self, node: int) -> Worker | None:
@@ -129,18 +128,18 @@ class Roster:
         return Holders(
             of_rank=of_rank.registration if of_rank else None,
             of_name=of_name.registration if of_name else None,
-            first=self._workers[0].registration if self._workers else None,
-            num_registered=len(self._workers),
+            first=self.in_order[0].registration if self.in_order else None,
+            num_registered=len(self.in_order),
         )
 
     def _first(self, is_it: Callable[[Register], bool]) -> Worker | None:
-        return next((one for one in self._workers if is_it(one.registration)), None)
+        return next((one for one in self.in_order if is_it(one.registration)), None)
 
     def add(self, worker: Worker) -> None:
         """Add a worker, and give everyone the rank they would have if nobody else came."""
         self._list(worker)
-        wishes = [one.registration.wished_rank for one in self._workers]
-        for one, rank in zip(self._workers, assign_ranks(wishes, self._num_workers), strict=True):
+        wishes = [one.registration.wished_rank for one in self.in_order]
+        for one, rank in zip(self.in_order, assign_ranks(wishes, self._num_workers), strict=True):
             one.rank = rank
 
     def fill(self, worker: Worker, rank: int) -> None:
@@ -150,7 +149,7 @@ class Roster:
         self.seal()
 
     def _list(self, worker: Worker) -> None:
-        self._workers.append(worker)
+        self.in_order.append(worker)
         if worker.node != NO_NODE:
             self._by_node[worker.node] = worker
 
@@ -162,9 +161,9 @@ class Roster:
 
     def remove(self, worker: Worker) -> None:
         """Its rank is vacant again, and what still comes on its connection is a stranger's."""
-        self._workers.remove(worker)
+        self.in_order.remove(worker)
         self._by_node.pop(worker.node, None)
 
     def seal(self) -> None:
         """All have arrived: the ranks are final, and order the roster."""
-        self._workers.sort(key=lambda worker: worker.rank)
+        self.in_order.sort(key=lambda worker: worker.rank)
