@@ -17,7 +17,7 @@ The inner one wins: torchrun and mpirun start processes inside what Slurm or Kub
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from graphsplit.errors import ConfigurationError
@@ -175,10 +175,6 @@ def _find(reader: _Reader) -> Found | None:
     return None
 
 
-def _is_torchrun(reader: _Reader) -> bool:
-    return reader.has("TORCHELASTIC_RUN_ID")
-
-
 def _torchrun(reader: _Reader) -> Found:
     size = reader.number("WORLD_SIZE", lowest=1)
     return Found(
@@ -193,21 +189,13 @@ def _torchrun(reader: _Reader) -> Found:
     )
 
 
-def _is_env(reader: _Reader) -> bool:
-    return reader.has(*_ENV_NAMES)
-
-
 def _env(reader: _Reader) -> Found:
-    if not _is_env(reader) and _is_pet(reader):
+    if not reader.has(*_ENV_NAMES) and reader.has(*_PET_NAMES):
         return _pet(reader)
     host = _host(reader, "MASTER_ADDR")
     size = reader.number("WORLD_SIZE", lowest=1)
     port = reader.number("MASTER_PORT", lowest=1, highest=65535)
     return Found(ENV, reader.number("RANK"), size, host, port, is_one_host=host in LOOPBACK)
-
-
-def _is_pet(reader: _Reader) -> bool:
-    return reader.has(*_PET_NAMES)
 
 
 def _pet(reader: _Reader) -> Found:
@@ -219,10 +207,6 @@ def _pet(reader: _Reader) -> Found:
     host, rank = _host(reader, "PET_MASTER_ADDR"), reader.number("PET_NODE_RANK")
     port = reader.number("PET_MASTER_PORT", lowest=1, highest=65535)
     return Found(ENV, rank, reader.number("PET_NNODES", lowest=1), host, port)
-
-
-def _is_mpi(reader: _Reader) -> bool:
-    return reader.has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 
 
 def _mpi(reader: _Reader) -> Found:
@@ -280,24 +264,25 @@ def _slurm(reader: _Reader) -> Found:
     )
 
 
-def _is_kubernetes(reader: _Reader) -> bool:
-    """Whether this is a worker of an Indexed Job; without a number, each pod works by itself."""
-    return reader.has("JOB_COMPLETION_INDEX", "MS_WORKER_NUM")
-
-
 def _kubernetes(reader: _Reader) -> Found:
     size = reader.number("MS_WORKER_NUM", lowest=1)
     return Found(KUBERNETES, reader.number("JOB_COMPLETION_INDEX"), size)
 
 
+def _with(*names: str) -> Callable[[_Reader], bool]:
+    """Whether all of these variables are set."""
+    return lambda reader: reader.has(*names)
+
+
 _READERS = {
-    TORCHRUN: (_is_torchrun, _torchrun),
-    ENV: (_is_env, _env),
-    "pet": (_is_pet, _pet),
-    MPI: (_is_mpi, _mpi),
+    TORCHRUN: (_with("TORCHELASTIC_RUN_ID"), _torchrun),
+    ENV: (_with(*_ENV_NAMES), _env),
+    "pet": (_with(*_PET_NAMES), _pet),
+    MPI: (_with("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _mpi),
     PMI: (_is_pmi, _pmi),
     SLURM: (_is_slurm, _slurm),
-    KUBERNETES: (_is_kubernetes, _kubernetes),
+    # A worker of an Indexed Job; without a number, each pod works by itself.
+    KUBERNETES: (_with("JOB_COMPLETION_INDEX", "MS_WORKER_NUM"), _kubernetes),
 }
 
 

@@ -100,14 +100,8 @@ def _listening_on(port: int) -> list[str]:
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                (
-                    _,
-                    local,
-                    _,
-                    state,
-                    *_,
-                ) = fields = line.split()
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                fields = line.split()
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
                     found.append(fields[9])
     return found
 

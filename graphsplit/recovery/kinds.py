@@ -69,10 +69,8 @@ class _Train(CallKind):
         load_callbacks(callbacks, values["callbacks"])
         put_loader(loader, values["loader"])
         position = Position.read(values["position"])
-        share.engine.progress.num_steps, share.engine.progress.seed = (
-            position.num_steps,
-            values["seed"],
-        )
+        progress = share.engine.progress
+        progress.num_steps, progress.seed = position.num_steps, values["seed"]
         share.states.num_epochs = position.num_epochs
         share.states.resumption = None
         ensure_training(share.task.network)

@@ -48,7 +48,7 @@ NOTICED_WITHIN_S = 10.0 + 20.0  # a launcher's shortest patience, and a busy mac
 CAPTURED = {"capture_output": True, "text": True, "check": True, "timeout": 120.0}
 COUNTED_CLIENT = Path(__file__).with_name("counted_client.py")
 OF_HERE = (" graphsplit run ", "counted_client", "ssh -F")
-UNASKED = (">Alive", "<Alive", "<Wrote", "<Note", ">Note", ">Signal")
+UNASKED = (">Alive", "<Alive", "<Wrote", "<Beat", "<Over", "<GivenUp", ">Ended", ">Signal")
 
 
 @pytest.fixture

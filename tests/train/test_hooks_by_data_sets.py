@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import changing_data
 import pytest
 import torch
 import torch.nn.functional as F
+from changing_data import Changing
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import graphsplit as gs
 from graphsplit.errors import OwnershipError, PlanMismatchError
@@ -23,41 +24,16 @@ NUM_WORKERS = 3
 Change = Callable[["Net", int], object]
 
 
-class Net(nn.Module):
-    """Worker 0 reads inputs, worker 1 targets; worker 2 only scales."""
-
+class Net(changing_data.Net):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.handles: list[Any] = []
         self.factors = [1.0]
         self.optimizer: Any = None
-        for rank, layer in ((0, self.a), (2, self.b), (1, self.c)):
-            layer.place("MS_WORKER", rank)  # type: ignore[operator]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-        return made
-
-
-class Registering(Dataset[Any]):
-    """Does something to a network when a sample is asked for."""
-
-    def __init__(self, net: Net, change: Change) -> None:
-        self.net, self.change = net, change
-        self.num_read = 0
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        self.num_read += 1
-        self.change(self.net, self.num_read)
-        return torch.arange(3.0) * 0.1 + index, torch.full((2,), index * 0.2)
 
 
 def by_data_set(net: Net, change: Change) -> Any:
-    return DataLoader(Registering(net, change), 4)
+    return DataLoader(Changing(net, change), 4)
 
 
 def by_collate(net: Net, change: Change) -> Any:
@@ -68,7 +44,7 @@ def by_collate(net: Net, change: Change) -> Any:
         change(net, calls[0])
         return torch.utils.data.default_collate(samples)
 
-    return DataLoader(Registering(net, lambda net, num_read: None), 4, collate_fn=collate)
+    return DataLoader(Changing(net, lambda net, num_read: None), 4, collate_fn=collate)
 
 
 def by_sampler(net: Net, change: Change) -> Any:
@@ -78,7 +54,7 @@ def by_sampler(net: Net, change: Change) -> Any:
                 change(net, number)
                 yield index
 
-    data = Registering(net, lambda net, num_read: None)
+    data = Changing(net, lambda net, num_read: None)
     return DataLoader(data, 4, sampler=Sampler(data))
 
 

@@ -8,16 +8,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import changing_data
 import pytest
 import torch
 import torch.nn.functional as F
 from alone_helpers import assert_as_alone
+from changing_data import Changing
 from plain_model import PlainModel
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.prune import l1_unstructured
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
@@ -32,38 +34,15 @@ NUM_WORKERS = 3
 Change = Callable[[Any, int], object]
 
 
-class Net(nn.Module):
-    """Worker 0 reads inputs, worker 1 targets; worker 2 reads nothing."""
-
+class Net(changing_data.Net):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.average: Any = None
-        if hasattr(nn.Module, "place"):
-            for rank, layer in ((0, self.a), (2, self.b), (1, self.c)):
-                layer.place("MS_WORKER", rank)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-        return made
 
 
 class Symmetric(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)
-
-
-class Changing(Dataset[Any]):
-    def __init__(self, net: Net, change: Change) -> None:
-        self.net, self.change, self.num_read = net, change, 0
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        self.num_read += 1
-        self.change(self.net, self.num_read)
-        return torch.arange(3.0) * 0.1 + index, torch.full((2,), index * 0.2)
 
 
 def prunes(net: Net, num_read: int) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ from graphsplit.cli.ssh.links import (
 )
 from graphsplit.cli.ssh.readiness import digest_of, enter, require_certificates_of
 from graphsplit.launcher_line import VARIABLE as LINE
+from graphsplit.launcher_line import Line, Note
 from graphsplit.launchers.environment import LOOPBACK
 from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import forget, has_begun
@@ -91,7 +91,7 @@ class Agent:
         self._folder = ""
         self._address: dict[str, str] = {}
         self._reserved = self._stack.enter_context(contextlib.ExitStack())
-        self._line: socket.socket | None = None
+        self._line: Line | None = None
         self._silence_s = self._heard_s = self._told_s = 0.0
 
     def serve(self) -> None:
@@ -138,9 +138,8 @@ class Agent:
             order = frames.read(line)
             if isinstance(order, frames.Signal):
                 self._signal(order)
-            elif isinstance(order, frames.Note) and self._line is not None:
-                with contextlib.suppress(OSError):
-                    self._line.send(order.text.encode())
+            elif isinstance(order, Note) and self._line is not None:
+                self._line.send(order)
             elif isinstance(order, _IN_TURN):
                 self._waiting.append(order)
 
@@ -248,18 +247,17 @@ class Agent:
     def _start_scheduler(self, spec: ChildSpec) -> Child:
         """With a line to its launcher; what is said on it is handed on."""
         self._hang_up()
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._line.setblocking(False)
+        self._line, theirs = Line.pair()
         self._selector.register(self._line, selectors.EVENT_READ, self._hear_scheduler)
-        with theirs:
+        with contextlib.closing(theirs):
             number = theirs.fileno()
             variables = {**spec.variables, LINE: str(number)}
             return self._started(ChildSpec(spec.name, variables), number)
 
     def _hear_scheduler(self) -> None:
         assert self._line is not None
-        with contextlib.suppress(OSError):
-            self._tell(frames.Note(self._line.recv(READ_BYTES).decode(errors="replace")))
+        for note in self._line.read():
+            self._tell(note)
 
     def _hang_up(self) -> None:
         if self._line is not None:

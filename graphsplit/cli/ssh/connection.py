@@ -30,6 +30,7 @@ from graphsplit.cli.ssh.agent import BEATS
 from graphsplit.cli.ssh.client import AgentClient, HostError
 from graphsplit.encoding.fields import MessageError
 from graphsplit.launcher_line import VARIABLE as LINE
+from graphsplit.launcher_line import Beat, Ended, GivenUp, Line, Over
 from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import note_init
 
@@ -111,7 +112,7 @@ class HostConnection:
         self._heard: list[frames.Frame | None] = []
         self._children: dict[str, RemoteChild] = {}
         self._cutter = frames.Cutter()
-        self._line: socket.socket | None = None
+        self._line: Line | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_watched = self._is_anew = False
         self._lost = ""
@@ -220,7 +221,9 @@ class HostConnection:
         )
         self._children[spec.name] = child
         if variables.pop(LINE, "") and kept:
-            self._take_line(socket.socket(fileno=os.dup(kept[0])))
+            self._close_line()
+            self._line = Line(socket.socket(fileno=os.dup(kept[0])))
+            self._selector.register(self._line, selectors.EVENT_READ, self._hear_launcher)
         self.tell(replace(spec, variables=variables))
         if self._lost:  # the thread may have gone before it could see this one
             self._give_up(child)
@@ -309,10 +312,9 @@ class HostConnection:
             case frames.Wrote() | frames.ProcessStarted() | frames.Begun() | frames.Exited():
                 if (child := self._children.get(frame.name)) and child.returncode is None:
                     self._take_of(child, frame)
-            case frames.Note():
+            case Ended() | Beat() | GivenUp() | Over():
                 if self._line is not None:
-                    with contextlib.suppress(OSError):
-                        self._line.send(frame.text.encode())
+                    self._line.send(frame)
             case frames.HostReady() if self._is_anew:
                 self._is_anew, self._is_watched = False, True
             case frames.Problem() if self._is_anew:
@@ -355,16 +357,9 @@ class HostConnection:
                 child.lost = lost
                 child.end(returncode)
 
-    def _take_line(self, line: socket.socket) -> None:
-        self._close_line()
-        line.setblocking(False)
-        self._line = line
-        self._selector.register(line, selectors.EVENT_READ, self._hear_launcher)
-
     def _hear_launcher(self) -> None:
-        if self._line is not None:
-            with contextlib.suppress(OSError):
-                self.tell(frames.Note(self._line.recv(_READ_BYTES).decode(errors="replace")))
+        for note in () if self._line is None else self._line.read():
+            self.tell(note)
 
     def _close_line(self) -> None:
         if self._line is not None:

@@ -13,6 +13,7 @@ from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.request import JobOptions
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
+from graphsplit.launcher_line import Note
 
 MOST_BYTES = 1 << 21
 
@@ -45,13 +46,6 @@ class Signal:
 
     name: str
     signum: int
-
-
-@dataclass(frozen=True)
-class Note:
-    """A note between the launcher and the scheduler, as it is."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -206,6 +200,7 @@ class Exited:
     report: str
 
 
+# A ``Note`` is handed on: between the launcher and the scheduler that it has started there.
 Order = Setup | Reach | ChildSpec | Signal | Note | Listen | Measure | Alive
 Answer = (
     Facts
@@ -218,6 +213,7 @@ Answer = (
     | Begun
     | Wrote
     | Exited
+    | Note
 )
 Frame = Order | Answer
 _KINDS: dict[str, type[Any]] = {one.__name__: one for one in get_args(Frame)}

@@ -13,6 +13,7 @@ that its process ended, however it ended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -318,15 +319,10 @@ class Links:
             if link.broken is None:
                 self._break(link, "refused")
             return
-        try:
-            rank = self.session.rank
-            what = f"the bell of worker {hello.source}"
-            bell = adopt_bell(fds[0], ringer=rank, tickets=self._tickets, what=what)
-        except TransportError as error:
-            self._reply(link, _REFUSED + str(error).encode(), [])
+        if problem := self._take_bell(link, fds[0], hello.source):
+            self._reply(link, _REFUSED + problem.encode(), [])
             self._break(link, "refused")
             return
-        link.set_bell(bell)
         link.peer = hello.source
         self._reply(link, _WELCOME, [self._bell_fd])
         self._selector.unregister(link.connection)
@@ -335,14 +331,18 @@ class Links:
             self._inbound[link.peer] = link
             self._changed.notify_all()
 
-    def _reply(self, link: Link, packet: bytes, fds: list[int]) -> None:
+    def _take_bell(self, link: Link, fd: int, peer: int) -> str:
+        """Know the bell of a peer from now on; why that cannot be, or nothing."""
+        ringer, what = self.session.rank, f"the bell of worker {peer}"
         try:
-            if fds:
-                socket.send_fds(link.connection, [packet], fds, socket.MSG_DONTWAIT)
-            else:
-                link.connection.send(packet, socket.MSG_DONTWAIT)
-        except OSError:
-            return  # It closed meanwhile; the next read says so.
+            link.set_bell(adopt_bell(fd, ringer=ringer, tickets=self._tickets, what=what))
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    def _reply(self, link: Link, packet: bytes, fds: list[int]) -> None:
+        with contextlib.suppress(OSError):  # it closed meanwhile; the next read says so
+            socket.send_fds(link.connection, [packet], fds, socket.MSG_DONTWAIT)
 
     def _read_channel(self, link: Link) -> None:
         packet, fds = self._packet(link)
@@ -364,14 +364,8 @@ class Links:
     def _read_reply(self, link: Link) -> None:
         packet, fds = self._packet(link)
         if link.broken is None and packet == _WELCOME and len(fds) == 1 and link.bell is None:
-            rank = self.session.rank
-            what = f"the bell of worker {link.peer}"
-            try:
-                bell = adopt_bell(fds.pop(), ringer=rank, tickets=self._tickets, what=what)
-            except TransportError as error:
-                self._break(link, str(error))
-                return
-            link.set_bell(bell)
+            if problem := self._take_bell(link, fds.pop(), link.peer):
+                self._break(link, problem)
             return
         for fd in fds:
             os.close(fd)
