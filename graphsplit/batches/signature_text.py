@@ -41,7 +41,7 @@ def check_signature_text(text: str, *, what: str) -> None:
             checker.node(node, 0)
         case _:
             checker.refuse("expected positional and named arguments", node)
-    limit = _memory_bytes()
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if checker.size_bytes > limit:
         raise FrameError(
             f"{what}: its tensors would take {checker.size_bytes} bytes; expected at most the "
@@ -114,7 +114,3 @@ def _devices() -> list[str]:
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count() if kind is not None else 0
     return [f"{kind}:{index}" for index in range(count)]
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

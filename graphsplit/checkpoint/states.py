@@ -48,7 +48,7 @@ from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.planning.plain_attributes import PlainState
-from graphsplit.planning.task import Task, named_state
+from graphsplit.planning.task import Task, named_state, stateful_modules
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
 PathLike = str | os.PathLike[str]
@@ -428,8 +428,8 @@ class States:
         def load() -> None:
             network.load(self._ownership(), num_workers)
 
-        modules = [m for m in (self._task.network, self._task.loss_fn) if _is_deferred(m)]
-        if modules:  # loading now would take the memory that deferring is to save
+        # Loading into one now would take the memory that deferring is to save.
+        if any(map(is_deferred, stateful_modules(self._task))):
             self._holder.when_settled("network", load)
         else:
             load()
@@ -486,7 +486,3 @@ class _Training:
             loader=loader.get("state"),
         )
         return cls(position, seed, start)
-
-
-def _is_deferred(module: Any) -> bool:
-    return isinstance(module, torch.nn.Module) and is_deferred(module)

@@ -308,12 +308,9 @@ class ReadingMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Handles one call of torch's Python interface."""
-        if func in self._READERS and not _copies_by_clone(func, args):
+        is_clone = func is torch.Tensor.__deepcopy__ and isinstance(args[0], torch.nn.Parameter)
+        if func in self._READERS and not is_clone:
             with plain_torch():
                 because = f"Tensor.{getattr(func, '__name__', func)} needs a value"
                 _fill(self._recording, _tensors((args, kwargs)), because)
         return func(*args, **(kwargs or {}))
-
-
-def _copies_by_clone(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    return func is torch.Tensor.__deepcopy__ and isinstance(args[0], torch.nn.Parameter)

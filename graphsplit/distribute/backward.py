@@ -168,8 +168,11 @@ class _Wanted:
             held = [output.held for output in self.outputs]
             if self.inputs is not None:
                 return self._to_inputs(held, given, steps)
-            if _is_single_number(held) and given == [None]:
-                run_backward(tuple(held), (_one_as(held[0]),), self.retain, False, (), True, True)
+            first = held[0] if len(held) == 1 and given == [None] else None
+            # From one number: torch has nothing to check. Without memory it makes ones in Python.
+            if first is not None and not first.dim() and first.is_floating_point():
+                one = shape_of(first) if first.is_meta else torch.ones_like(first)
+                run_backward((first,), (one,), self.retain, False, (), True, True)
             else:
                 torch.autograd.backward(held, given, retain_graph=self.retain)
             return []
@@ -242,16 +245,6 @@ class _Wanted:
             else:
                 results.append(gradient)
         return results
-
-
-def _is_single_number(held: Sequence[torch.Tensor]) -> bool:
-    """Whether backward begins at one number, for which torch has nothing to check."""
-    return len(held) == 1 and not held[0].dim() and held[0].is_floating_point()
-
-
-def _one_as(number: torch.Tensor) -> torch.Tensor:
-    """Its gradient. Without memory torch makes that in Python."""
-    return shape_of(number) if number.is_meta else torch.ones_like(number)
 
 
 def _total(parameter: torch.Tensor, known: InLoop, totals: dict[int, torch.Tensor]) -> LoopValue:

@@ -66,14 +66,6 @@ def _memory(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     )
 
 
-def _iterated(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return iter(torch.Tensor.unbind(args[0], 0))
-
-
-def _cpu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
 def _length(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args[0].shape:
         raise TypeError("len() of a 0-d tensor")
@@ -100,7 +92,8 @@ def _retained(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 _OF_MEMORY = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "__dlpack__", "set_")
 SPECIAL.update({name: _memory for name in (*_OF_MEMORY, "__dlpack_device__", "share_memory_")})
 SPECIAL.update({name: _asked for name in _ASKING})
-SPECIAL.update(__iter__=_iterated, cpu=_cpu, __len__=_length, register_hook=_hooked)
+SPECIAL.update(__len__=_length, register_hook=_hooked, cpu=lambda func, args, kwargs: args[0])
+SPECIAL.update(__iter__=lambda func, args, kwargs: iter(torch.Tensor.unbind(args[0], 0)))
 SPECIAL.update(retain_grad=_retained)
 
 

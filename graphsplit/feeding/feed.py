@@ -343,7 +343,8 @@ class Feed:
             waiting = self._not_reading(planned)
             if self._job.rank in waiting:
                 self._take_over_generators(ticket)
-                yield planned, self._sent(ticket.shape), None
+                sent = receive_batch(self._job.control, ticket.shape, source=self.leader)
+                yield planned, sent, None
             elif self._job.rank in self.holders(planned):
                 division = self._drawn_for(ticket, ticket.shape)
                 division = self._rows.enough(division, planned, ticket.shape, is_sent=False)
@@ -383,9 +384,6 @@ class Feed:
         self._have_read &= self._reading.ranks
         if self._job.rank not in self._reading.ranks:
             self._cursor = self._next = self._next_checksum = None
-
-    def _sent(self, shape: BatchDescription) -> Division:
-        return receive_batch(self._job.control, shape, source=self.leader)
 
     def _compare_previous(self, ticket: Ticket) -> None:
         """Compare the batch before with the leader's, if drawn here, and where the generator is."""

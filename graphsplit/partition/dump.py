@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphsplit.partition.plan import EdgeKind, PartitionPlan, SumTerm
-from graphsplit.tensor_meta import TensorMeta
 
 
 def describe_plan(plan: PartitionPlan) -> str:
@@ -35,7 +34,7 @@ def describe_plan(plan: PartitionPlan) -> str:
             f"  edge{edge.index} {edge.kind.value}"
             f"{'' if edge.kind is EdgeKind.REDUCTION else about}{what}: "
             f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
-            f"{format_bytes(edge.meta)}"
+            f"{human_bytes(edge.meta.size_bytes)}"
         )
     for block in plan.blocks.values():
         lines.append(
@@ -64,11 +63,6 @@ def _sum(terms: Sequence[SumTerm]) -> str:
         f"leaf{t.contribution}" if t.contribution is not None else f"edge{t.edge}" for t in terms
     )
     return " + ".join(parts)
-
-
-def format_bytes(meta: TensorMeta) -> str:
-    """Size of a value, for people."""
-    return human_bytes(meta.size_bytes)
 
 
 def human_bytes(size: float) -> str:

@@ -73,15 +73,13 @@ class _Finder:
     def run(self) -> dict[int, BackwardSplit]:
         found: dict[int, BackwardSplit] = {}
         for segment, io in zip(self.plan.segments, self.plan.io, strict=True):
-            if not any(not self._is_weight(leaf) for leaf in io.leaves):
+            values = (self.plan.contributions[leaf].value for leaf in io.leaves)
+            if all(self.nodes[value].is_state for value in values):
                 continue  # nobody waits for a gradient of it
             uses = tuple(use for p in segment.nodes if (use := self._use(p)) is not None)
             if uses:
                 found[segment.index] = BackwardSplit(uses)
         return found
-
-    def _is_weight(self, leaf: int) -> bool:
-        return self.nodes[self.plan.contributions[leaf].value].is_state
 
     def _use(self, position: int) -> WeightUse | None:
         """How an operation falls apart; None if it does not."""

@@ -81,7 +81,8 @@ def _why_dead(rule: OperationRule, own: dict[str, list[tuple[int, str]]]) -> str
         names = {name for path in paths for _, name in own[path]}
         if any(re.fullmatch(rule.names, name) for name in names):
             return "no module that it names has so many of these operations"
-        return f"the modules that it names run no such operation{near_miss(_bare(rule), names)}"
+        bare = rule.rule.operation.partition("[")[0]
+        return f"the modules that it names run no such operation{near_miss(bare, names)}"
     named = {rule.loss.text} if rule.loss is not None else rule.modules
     inside = sorted(
         path
@@ -96,10 +97,6 @@ def _why_dead(rule: OperationRule, own: dict[str, list[tuple[int, str]]]) -> str
 
 def _is_inside(path: str, module: str) -> bool:
     return path.startswith(f"{module}.") or (not module and not path.startswith(LOSS_PATH))
-
-
-def _bare(rule: OperationRule) -> str:
-    return rule.rule.operation.partition("[")[0]
 
 
 def _contradictions(graph: CapturedGraph, deciding: dict[int, OperationRule]) -> list[str]:

@@ -115,10 +115,6 @@ class Results:
         told = [type(error).__name__, str(error)]
         self.add({"call": ordinal, "name": name, "model": model, "error": told})
 
-    def add_look(self, name: str, model: int, pack_result: Callable[[], Any]) -> None:
-        """Add a call that concerns this worker alone."""
-        self.add({"name": name, "model": model, "result": pack_result()})
-
     def cut(self, num_lines: int) -> None:
         """Forget the calls that came after; they are made again. What was looked up stays."""
         if num_lines < len(self.lines):

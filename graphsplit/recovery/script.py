@@ -150,7 +150,7 @@ class RecoveringScript(Script):
                 return kind_of(call.name).unpack(call, self._share(call), found.result)
         result = call()
         kind = kind_of(call.name)
-        self._results.add_look(call.name, model, lambda: kind.pack(call, result))
+        self._results.add({"name": call.name, "model": model, "result": kind.pack(call, result)})
         return result
 
     def step_done(self) -> None:

@@ -98,7 +98,10 @@ def choose(
     found = list(tried(plan, num_microbatches, costs))
     fitting = [choice for choice in found if choice.fits(limits)]
     if not fitting:
-        least = min(found, key=lambda choice: _excess(choice, limits))
+        least = min(
+            found,
+            key=lambda one: sum(max(0, one.peak_bytes[w] - limits[w]) for w in limits),
+        )
         worker = max(limits, key=lambda w: least.peak_bytes[w] - limits[w])
         raise ScheduleError(
             f"no schedule keeps worker {worker} within {human_bytes(limits[worker])}: the one that "
@@ -174,10 +177,6 @@ def _limits(given: Any, num_workers: int) -> Mapping[int, int]:
                 f"dictionary of one for each worker, as in {{0: 4 * 2**30}}"
             )
     return limits
-
-
-def _excess(choice: Choice, limits: Mapping[int, int]) -> int:
-    return sum(max(0, choice.peak_bytes[worker] - limit) for worker, limit in limits.items())
 
 
 # The schedules that there are, by name, and what users give in their place.

@@ -93,13 +93,10 @@ def free_ports(host: str, ports: tuple[int, int]) -> Iterator[int]:
     tried = list(range(ports[0], ports[1] + 1))
     while tried:
         port = tried.pop(secrets.randbelow(len(tried)))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with suppress(OSError):
-            socket.create_server((host, port), family=_family_of(host)).close()
+            socket.create_server((host, port), family=family).close()
             yield port
-
-
-def _family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def add_port(server: Any, address: str, protection: Protection) -> int:

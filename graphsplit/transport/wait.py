@@ -15,10 +15,6 @@ FINISHED = 1 << 62
 _LAST_MESSAGES_S = 5.0  # what it sent before may still be under way
 
 
-def _no_progress(rank: int) -> int:
-    return 0
-
-
 class Waiting:
     """The wait of this worker that is under way, for readers on another thread.
 
@@ -52,7 +48,7 @@ class WaitPolicy:
 
     abort: AbortSignal = field(default_factory=AbortSignal)
     deadline_s: float = 300.0
-    progress: Callable[[int], int] = _no_progress
+    progress: Callable[[int], int] = lambda rank: 0
     waiting: Waiting = field(default_factory=Waiting, compare=False)
 
 

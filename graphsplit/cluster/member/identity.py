@@ -26,14 +26,6 @@ from graphsplit.root_cause import NOWHERE, FailureCause, Location
 from graphsplit.text import cut_end, cut_middle, encodable
 
 
-def _nowhere() -> str:
-    return "before its first step"
-
-
-def _no_location() -> Location:
-    return NOWHERE
-
-
 class ReportedPosition:
     """Where this worker is. Written by the computing thread, read once a second by another.
 
@@ -61,8 +53,8 @@ class ReportedPosition:
 
     def __init__(self) -> None:
         self.progress: int = 0
-        self.text_source: Callable[[], str] = _nowhere
-        self.location_source: Callable[[], Location] = _no_location
+        self.text_source: Callable[[], str] = lambda: "before its first step"
+        self.location_source: Callable[[], Location] = lambda: NOWHERE
         self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
         self.training_source: Callable[[], str] = str
         self.calls = CallHistory()

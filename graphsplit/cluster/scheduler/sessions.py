@@ -98,13 +98,11 @@ class Sessions:
         path = settings.recovery_path
         self._journal = Journal(Path(path) / JOURNAL_NAME) if path else None
         self._state = _first_state(_rules_of(settings), self._journal)
-        CONTEXT.source = self._log_fields
+        state = self._state
+        CONTEXT.source = lambda: {"job": state.job, "generation": state.generation}
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         for effect in self._state.open():
             self._carry_out(effect)
-
-    def _log_fields(self) -> dict[str, Any]:
-        return {"job": self._state.job, "generation": self._state.generation}
 
     async def session(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One stream, from its opening until either side ends it."""

@@ -39,7 +39,8 @@ def _state_rows(plan: PartitionPlan) -> list[Row]:
         if others:
             notes.append(f"is also {', '.join(others)}")
         if position in borrowers:
-            notes.append(f"borrowed by {_list_workers(borrowers[position])}")
+            by = borrowers[position]
+            notes.append(f"borrowed by worker{'s' * (len(by) > 1)} {', '.join(map(str, by))}")
         cells = (
             name.rpartition(".")[2],
             str(node.meta),
@@ -48,10 +49,6 @@ def _state_rows(plan: PartitionPlan) -> list[Row]:
         )
         rows.append(Row(node.module_path, cells, frozenset({3})))
     return rows
-
-
-def _list_workers(workers: Sequence[int]) -> str:
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
 
 
 def _operation_rows(plan: PartitionPlan) -> list[Row]:

@@ -35,6 +35,7 @@ from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
 from graphsplit.recovery.snapshot.optimizers import (
     members_named,
+    members_of,
     put_entries,
     put_settings,
     settings_of,
@@ -242,7 +243,8 @@ class ModelSnapshot:
         for name, optimizer in optimizers_of(task).items():
             contents.add_optimizer(name, optimizer, ownership, rank)
             settings.append([settings_of(optimizer), order_of(optimizer).num_steps])
-            members.append([self._name_all(group["params"]) for group in optimizer.param_groups])
+            groups = members_of(optimizer)
+            members.append([[self._names.get(id(p), "") for p in group] for group in groups])
         contents.add_section("settings", settings)
         contents.add_section("members", members)
         contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
@@ -380,9 +382,6 @@ class ModelSnapshot:
         """Which parameters are trained, and what Python code keeps in attributes."""
         self.engine.planner.python_values.put_back(sections["attributes"])
         put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
-
-    def _name_all(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        return [self._names.get(id(p), "") for p in parameters]
 
     def _put_optimizers(
         self, contents: CheckpointContents, settings: list[Any], members: list[list[list[str]]]

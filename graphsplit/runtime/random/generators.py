@@ -28,7 +28,7 @@ def bind_send_generators(
         return lambda state: send(
             state.generators[microbatch], step=state.step, microbatch=microbatch
         )
-    read: Callable[[], torch.Tensor] = _default_state
+    read: Callable[[], torch.Tensor] = torch.default_generator.get_state
     if edge.kind is EdgeKind.PROCESS_GENERATORS:
         read = process_generators
     elif plan.draws_from_process:
@@ -56,7 +56,3 @@ def bind_receive_generators(
         write(receive(step=state.step, microbatch=microbatch))
 
     return take_over
-
-
-def _default_state() -> torch.Tensor:
-    return torch.default_generator.get_state()

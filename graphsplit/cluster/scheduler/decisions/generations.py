@@ -27,13 +27,9 @@ def fill(job: JobState) -> None:
         job.recovery.former.pop(rank, None)
         _forget_former_life(job, worker)
         job.log(f"{new.who} takes rank {rank}", event="rank")
-    if _is_complete(job) and len(job.generation.offering) == len(job.roster):
+    waits_for_nobody = job.roster.is_full or (job.rules.goes_on and len(job.roster) > 0)
+    if waits_for_nobody and len(job.generation.offering) == len(job.roster):
         plan(job)
-
-
-def _is_complete(job: JobState) -> bool:
-    """Whether nobody has to be waited for."""
-    return job.roster.is_full or (job.rules.goes_on and len(job.roster) > 0)
 
 
 def who_fills(job: JobState) -> Register | None:
