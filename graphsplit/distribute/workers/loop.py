@@ -41,6 +41,8 @@ class Loop:
 
     Attributes:
         job: The job.
+        rank: This worker.
+        group: All workers.
         num_changes: Grows whenever values were written to by more than operations of the script, as
             gradients are by a backward; on all workers alike.
         num_writes: Grows whenever parameters were written to by a step, or by a loaded state.
@@ -60,7 +62,8 @@ class Loop:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.rank = job, job.rank
+        self.group: WorkerGroup = job.control
         self.num_changes = self.num_writes = self.num_calls = 0
         self.residences: dict[str, Residence] = {}
         self.here: dict[str, list[torch.Tensor]] = {}
@@ -138,16 +141,6 @@ class Loop:
         self.residences.pop(name, None)
         self.singles.pop(name, None)
         self.here.pop(name, None)
-
-    @property
-    def rank(self) -> int:
-        """This worker."""
-        return self.job.rank
-
-    @property
-    def group(self) -> WorkerGroup:
-        """All workers."""
-        return self.job.control
 
     def share(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give every worker a value; elsewhere ``tensor`` has its shape alone."""
