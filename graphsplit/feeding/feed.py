@@ -312,11 +312,11 @@ class Feed:
             return ()
         return self._rows.target_senders(planned, self._num_batches)
 
-    def holders(self, planned: PlannedStep) -> set[int]:
+    def holders(self, planned: PlannedStep) -> frozenset[int]:
         """The workers that have the batch of a step: they read it, or need it and are sent it."""
-        needing = {rank for rank, parts in enumerate(planned.microbatches_read()) if parts}
-        needing |= {planned.first.plan.home} if self._mode is Mode.EVAL else set()  # the targets
-        return {self.leader, *(needing | self._reading.ranks).intersection(planned.consumers)}
+        targets = {planned.first.plan.home} if self._mode is Mode.EVAL else ()
+        having = self._reading.ranks.union(planned.needed_by, targets)
+        return having.intersection(planned.consumers) | {self.leader}
 
     def _follow(self) -> Iterator[FeedItem]:
         if self._left.is_for_all and not self._is_stopped():
@@ -374,7 +374,7 @@ class Feed:
             self._stop_reading_where_some_was_missed()
         self._has_written |= planned.writes_inputs
         self._have_read |= now.ranks.intersection(planned.consumers)
-        return [rank for rank in self.holders(planned) if rank not in now.ranks]
+        return sorted(self.holders(planned) - now.ranks)
 
     def _note_readers(self) -> None:
         self._readers.note(self._reading, self._have_read, has_written=self._has_written)

@@ -92,6 +92,11 @@ class ReadyPlan:
             found[plan.home].update(set(microbatches).difference(*found))
         return tuple(tuple(sorted(parts)) for parts in found)
 
+    @cached_property
+    def needed_by(self) -> frozenset[int]:
+        """The workers that consume an input of a microbatch."""
+        return frozenset(worker for worker, parts in enumerate(self.microbatches_read) if parts)
+
 
 def written_inputs(plan: PartitionPlan) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Which of the flattened inputs are written to, each with the workers that have the outcome."""

@@ -153,8 +153,17 @@ class PlannedStep(NamedTuple):
         """Whether workers share its microbatches."""
         return any(plan.plan.lanes for plan in self.plans)
 
+    @property
+    def needed_by(self) -> frozenset[int]:
+        """The workers that consume an input of a microbatch."""
+        if len(self.plans) == 1:
+            return self.plans[0].needed_by
+        return frozenset(itertools.chain(*(plan.needed_by for plan in self.plans)))
+
     def microbatches_read(self) -> tuple[tuple[int, ...], ...]:
         """For each worker, the microbatches of which it consumes an input."""
+        if len(self.plans) == 1:
+            return self.plans[0].microbatches_read
         found: list[tuple[int, ...]] = [()] * self.first.plan.num_workers
         start = 0
         for plan, size in zip(self.plans, self.sizes, strict=True):

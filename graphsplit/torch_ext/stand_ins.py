@@ -265,7 +265,9 @@ def _register_all() -> None:
 
 def looks_at_form(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     """The number of the argument of which a call needs no more than the form, if it is one."""
-    index = 0 if func in OF_FORM else 1 if func in _FORMED else len(args)
+    index = 0 if func in OF_FORM else 1 if func in _FORMED else None
+    if index is None:
+        return None
     found = [isinstance(leaf, StandIn) for leaf in pytree.tree_leaves((args, kwargs))]
     is_one = index < len(args) and isinstance(args[index], StandIn) and sum(found) == 1
     return index if is_one else None
@@ -289,13 +291,10 @@ def in_backward() -> bool:
 
 def computes(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call computes with nothing but ordinary tensors, stand-ins and numbers."""
+    if func not in COMPUTING or "out" in (kwargs or {}) or in_backward():
+        return False
     given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    return (
-        func in COMPUTING
-        and "out" not in (kwargs or {})
-        and not in_backward()
-        and all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
-    )
+    return all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
 
 
 def has_history(func: Any, given: Sequence[Any]) -> bool:

@@ -224,13 +224,8 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     mine = Divider(2, None, lambda inputs, target: next(counts))
     drawn = position_of(torch.default_generator.get_state())
     Tickets(job(wire, 0)).send(Ticket(theirs.shape(), drawn=drawn))
-    planned = SimpleNamespace(
-        consumers=(0, 1),
-        written_inputs=(),
-        asks=False,
-        plan=SimpleNamespace(num_workers=2),
-        microbatches_read=((0, 1), (0, 1)),
-    )
+    everybody = frozenset({0, 1})
+    planned = SimpleNamespace(consumers=(0, 1), needed_by=everybody, written_inputs=(), asks=False)
     planner = SimpleNamespace(
         begin_step=lambda mode: None,
         requires_grad=lambda: (),
