@@ -8,6 +8,7 @@ made, so views are taken again at just these places.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,7 +19,7 @@ import torch
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import CapturedGraph
+from graphsplit.capture.graph import BufferUpdate, CapturedGraph
 from graphsplit.capture.operations.effects import written_operands
 from graphsplit.capture.operations.memory_calls import (
     Detached,
@@ -124,10 +125,22 @@ class _Functionaliser:
                 self._write(node)
             elif not self._shared.is_same(node):
                 self._copy(node)
-        self._drop_unused()
+        updates = [self._reading_versions(update) for update in self._graph.buffer_updates]
+        self._drop_unused({name for update in updates for name in update.reads})
         origins, after = self._origins, self._runs_after
         graph = rebuilt(self._graph, self._new, origins=origins, runs_after=after)
+        graph = dataclasses.replace(graph, buffer_updates=tuple(updates))
         return Functional(graph, origins)
+
+    def _reading_versions(self, update: BufferUpdate) -> BufferUpdate:
+        """An update that reads what its norms do; nothing writes to what it reads after that."""
+        nodes = self._shared.fx_nodes
+        norms = [n for n in self._env if n.target is torch.ops.aten.batch_norm.default]
+        pairs = (zip(n.args, self._env[n].args, strict=True) for n in norms)
+        known = {old: new for both in pairs for old, new in both if isinstance(new, FxNode)}
+        reads = [nodes[name] for name in update.reads]
+        found = (known[node] if node in known else self._current(node, None) for node in reads)
+        return dataclasses.replace(update, reads=tuple(node.name for node in found))
 
     def _copy(self, node: FxNode) -> None:
         root = self._shared.root(node)
@@ -324,10 +337,10 @@ class _Functionaliser:
         like = self._shared.fx_nodes[memory.writer]
         return self._add(call, args, f"{root.name}_{call.label}", origin=origin, like=like)
 
-    def _drop_unused(self) -> None:
+    def _drop_unused(self, kept: AbstractSet[str]) -> None:
         for node in reversed(list(self._new.nodes)):
             is_pure = isinstance(node.target, ViewAgain) or node.target in _PURE
-            if node.name in self._origins and is_pure and not node.users:
+            if node.name in self._origins and is_pure and not node.users and node.name not in kept:
                 self._new.erase_node(node)
                 del self._origins[node.name]
 

@@ -14,6 +14,7 @@ from test_microbatches import Everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import graphsplit as gs
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.errors import PlacementError
@@ -384,4 +385,57 @@ def test_numbers_of_updates_may_change_at_each_step() -> None:
         steps=7,
         before_step=change,
         plan_everywhere=True,
+    )
+
+
+class Written(nn.Module):
+    """A norm whose input, in another order of memory, is modified in place."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.body(x) * 2
+        turned = made.transpose(1, 2)
+        other = 0.0
+        if self.way == "by others":
+            with gs.place([1, 0]):
+                made.mul_(3)
+        elif self.way == "read by others":
+            made.mul_(3)
+            with gs.place([1, 0]):
+                other = made + 1
+        else:
+            made[:, 0] = 1
+            made[:, 1:3] += 0.5
+        again = self.norm(turned.detach()) if self.way == "without gradient" else self.norm(turned)
+        return self.head(again) + other
+
+
+def norm_elsewhere(net: Any) -> None:
+    net.place("MS_WORKER", [0, 1])
+    net.norm.place("MS_WORKER", [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        ("by others", whole(0, 1)),
+        ("read by others", whole(0, 1)),
+        ("before it goes to another worker", norm_elsewhere),
+        ("without gradient", norm_elsewhere),
+    ],
+)
+def test_a_norm_of_memory_that_was_written_to(way: str, place: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(8, 6, 6, generator=generator) for _ in range(2)]
+    assert_same_bits(
+        lambda: Written(way),
+        [(x, x[:, 0, 0]) for x in rows],
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=4,
     )
