@@ -98,7 +98,7 @@ class _Step(nn.Module):
             AssignedBuffers(self) as buffers,
             as_in_eager_mode(),
             blocks,
-            DataIsDetached(),
+            DataIsDetached(self),
             self._watch.asking as asking,
             answering as questions,
             self._watch.watching(buffers),

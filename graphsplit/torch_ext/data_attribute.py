@@ -1,8 +1,9 @@
 """``tensor.data``: while a network is captured, and where a script writes by it.
 
 ``torch.export`` does not see it, and makes a constant of what was a parameter. To a graph it is
-``tensor.detach()``: the same memory, apart from autograd. ``tensor.grad`` has no place in a graph:
-each microbatch would see the sum over those before it.
+``tensor.detach()``: the same memory, apart from autograd. To set it to what was just computed is to
+copy that, as long as nobody looks at the memory of before, or by another name at the new one.
+``tensor.grad`` has no place in a graph: each microbatch would see the sum over those before it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import OWN, is_own, is_users, users_line_now
@@ -30,20 +32,39 @@ _VERSION: Any = getattr(torch.Tensor, WRITES)
 
 
 class DataIsDetached(TorchCalls):
-    """Reads ``.data`` as ``.detach()``; refuses to set it, gradients, versions, hooks on nodes."""
+    """Reads ``.data`` as ``.detach()``; refuses gradients, versions, hooks on nodes.
+
+    Args:
+        step: What is captured: no other parameter or buffer may share memory that is set.
+    """
+
+    def __init__(self, step: torch.nn.Module) -> None:
+        super().__init__()
+        self._state = step
+        self._last: tuple[Any, Any] = (None, None)  # what the last call was given, and gave
+        self._set: dict[int, tuple[str, set[int]]] = {}  # by memory: the line, who may use it
+        self._kept: list[Any] = []  # so that these identities are those of nobody else
+        self._values: list[tuple[str, Callable[[], Any]]] = []
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of torch, or read ``.data``."""
+        """Call a function of torch, or read or set ``.data``."""
+        if function == _ATTRIBUTE.__set__:
+            return self._give(*args)
+        if self._set:
+            self._check(_tensors((args, kwargs)))
+        found = self._found(function, args, kwargs)
+        self._last = (args, kwargs), found
+        if self._set:
+            self._note(_tensors(found))
+        return found
+
+    def _found(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if function == _ATTRIBUTE.__get__:
             return args[0].detach()
-        if function == _ATTRIBUTE.__set__:
-            raise CaptureError(
-                f"forward gives a tensor other memory by setting its .data\n"
-                f"  {users_line_now()}\n"
-                f"  Fix: copy into it, as in tensor.data.copy_(new)."
-            )
         if function == _GRADIENT.__get__ and args[0].is_leaf and _is_asked_by_user():
             raise CaptureError(
                 f"forward or loss reads the gradient of a parameter or an input\n"
@@ -62,6 +83,63 @@ class DataIsDetached(TorchCalls):
         if function == _HISTORY.__get__ and found is not None and _is_asked_by_user():
             return _Node(found)
         return found
+
+    def _give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy a value that the call before has made, and whose memory is nobody else's."""
+        (given, made), self._last = self._last, (None, None)
+        line, memory = users_line_now(), _memory(value)
+        is_new = made is value and all(_memory(one) != memory for one in _tensors(given))
+        state = (*self._state.parameters(), *self._state.buffers())
+        is_own = all(one is tensor or _memory(one) != _memory(tensor) for one in state)
+        if not (is_new and is_own and tensor.is_leaf and _form(tensor) == _form(value)):
+            raise _other_memory(line)
+        tensor.detach().copy_(value.detach())
+        self._kept.append(tensor)
+        self._set[_memory(tensor)] = line, {id(tensor)}
+        self._values.append((line, weakref.ref(value)))
+
+    def _check(self, used: list[torch.Tensor]) -> None:
+        for tensor in used:
+            line, users = self._set.get(_memory(tensor), ("", {id(tensor)}))
+            for at, value in self._values:
+                line = at if value() is tensor else line
+            if id(tensor) not in users or any(value() is tensor for _, value in self._values):
+                raise _other_memory(line)
+
+    def _note(self, made: list[torch.Tensor]) -> None:
+        """Views that were taken after the memory was given are views of it."""
+        for tensor in made:
+            if _memory(tensor) in self._set:
+                self._kept.append(tensor)
+                self._set[_memory(tensor)][1].add(id(tensor))
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        self._last = (None, None)
+        for line, value in self._values:
+            if error is None and value() is not None:
+                raise _other_memory(line)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    size_bytes = tensor.untyped_storage().nbytes()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, size_bytes
+
+
+def _other_memory(line: str) -> CaptureError:
+    return CaptureError(
+        f"forward gives a tensor other memory by setting its .data\n"
+        f"  {line}\n"
+        f"  Fix: copy into it, as in tensor.data.copy_(new)."
+    )
 
 
 class _Node:
