@@ -30,6 +30,43 @@ class CaptureError(GraphsplitError, ValueError):
     """The model cannot be captured as one graph. Names the user's line and the ways out."""
 
 
+class RaisedInEagerError(CaptureError):
+    """Code of the user's raised an error, before it changed anything, as in plain PyTorch.
+
+    It is one of the same kind as well, which a script catches as it would there.
+
+    Attributes:
+        error: That error.
+        is_first: Whether nothing of the step has run in plain PyTorch, either.
+        is_settled: Whether all workers have it: who catches it may go on.
+    """
+
+    error: Exception
+    is_first = True
+    is_settled = False
+
+    @classmethod
+    def of(cls, text: str, error: Exception) -> CaptureError:
+        """The error with a text of ours; no more than a ``CaptureError`` if it has no such kind.
+
+        Args:
+            text: What is shown.
+            error: As it comes in plain PyTorch.
+        """
+        shown = {
+            "__module__": cls.__module__,
+            "__qualname__": CaptureError.__qualname__,
+            "__init__": Exception.__init__,  # a user's may want other arguments
+            "__str__": Exception.__str__,  # that of KeyError is another one
+        }
+        try:
+            made: CaptureError = type(CaptureError.__name__, (cls, type(error)), shown)(text)
+        except TypeError:  # it is laid out in another way
+            return CaptureError(text)
+        vars(made).update(vars(error), error=error)
+        return made
+
+
 class PlanMismatchError(GraphsplitError, ValueError):
     """Workers of one job made different plans. Shows the first difference."""
 

@@ -227,11 +227,15 @@ def _own_error(step: _Step, request: CaptureRequest, error: Exception) -> OwnErr
     run = partial(request.run, request.network, request.loss_fn)
     watch = StateWatch()
     watch.begin(step, lambda: False)
-    found = None
+    found, is_seen = None, False
     # What the code leaves may be refused too, but the error came before.
-    with suppress(CaptureError), watch.watching():
-        found = own_error(step, run, (request.args, request.kwargs), error)
+    with suppress(CaptureError):
+        with watch.watching():
+            found = own_error(step, run, (request.args, request.kwargs), error)
+        is_seen = True
     watch.put_back()
+    if found is not None and (watch.has_changes or not is_seen):
+        return replace(found, is_first=False)
     return found
 
 

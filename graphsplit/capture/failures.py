@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from graphsplit.capture.own_errors import OwnError
-from graphsplit.errors import CaptureError
+from graphsplit.errors import CaptureError, RaisedInEagerError
 from graphsplit.frames import users_line_of, users_summary
 from graphsplit.marks.annotations import INSIDE_BRANCH
 from graphsplit.torch_ext.attributes import is_module_call
@@ -84,7 +84,8 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
     if own is not None and INSIDE_BRANCH not in text:
         fix = "look at the shapes and dtypes of the batch, and at how many values it has"
         fix = "mend the line named above" if is_users else fix
-        return CaptureError(f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}.")
+        told = f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}."
+        return RaisedInEagerError.of(told, own.error) if own.is_first else CaptureError(told)
     if is_users:
         reason, fix = "its own code raised an error", "mend the line named above"
     # Torch's words for a length that it does not know would lead astray.

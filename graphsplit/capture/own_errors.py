@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call
@@ -34,11 +35,15 @@ class OwnError:
         module: The path of the innermost module that ran: ``network``, or a part of it, or
             ``loss_fn``; empty: none.
         given: The tensors that this module was called with, as ``float32[8, 7]``.
+        error: It itself.
+        is_first: Whether nothing was drawn or written to before.
     """
 
     text: str
     module: str
     given: tuple[str, ...]
+    error: Exception
+    is_first: bool
 
     def __str__(self) -> str:
         """The error, and where it is raised."""
@@ -60,18 +65,35 @@ def own_error(
         error: The error.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    calls = _LastCall(fake_mode)
+    calls, effects = _LastCall(fake_mode), _Effects()
     with _buffers_kept(root):
         try:
-            with fake_mode, calls:
+            with fake_mode, effects, calls:
                 given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
                 run(*given[0], **given[1])
         except Exception as other:
             if type(other) is not type(error) or _first_line(other) != _first_line(error):
                 return None
             eager = calls.again(other) or other
-            return OwnError(f"{type(eager).__name__}: {_first_line(eager)}", *_where(root, other))
+            text = f"{type(eager).__name__}: {_first_line(eager)}"
+            return OwnError(text, *_where(root, other), eager, is_first=not effects.has_any)
     return None
+
+
+class _Effects(TorchDispatchMode):
+    """Looks whether an operation draws random numbers, or may write to a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_any = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch instead of the operation."""
+        is_one = function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags
+        self.has_any |= is_one or "batch_norm" in str(function)  # not all of them say so
+        return function(*args, **(kwargs or {}))
 
 
 class _LastCall(TorchCalls):

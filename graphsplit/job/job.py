@@ -52,7 +52,7 @@ class _Reporting:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if error is not None:
+            if error is not None and not getattr(error, "is_settled", False):
                 self._job._leave(error)
         finally:
             self._job.depth -= 1

@@ -27,7 +27,7 @@ from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.placement.present import modules_among
-from graphsplit.planning.compared.announced import Note, PythonStep, Swaps, compare
+from graphsplit.planning.compared.announced import Note, PythonStep, Swaps, compare, topic_of_graph
 from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.compared.writes import Writes, written_apart
@@ -255,7 +255,7 @@ class Planner:
             self._overlapping = overlapping(self.tensors())  # tensors may be buffers since
             number, plans = found.recording.number, found.recording.plans
             text = f"recording {number}\n" if plans == number else f"as {plans}\n"
-            topic = f"graph of plan {self._job.num_plans} ({mode.value})"
+            topic = topic_of_graph(self._job.num_plans, mode)
             self._job.member.agree(topic, f"{note()}\n{text}{found.describe()}")
             if plans != number:
                 self._job.next_plan_number()  # no topic comes twice

@@ -27,7 +27,7 @@ import torch
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.errors import ConfigurationError, PlacementError
+from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
 from graphsplit.partition.plan import Exchange
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
@@ -263,12 +263,15 @@ def _plan_microbatches(
     trained: list[tuple[Sequence[torch.Tensor], tuple[bool, ...]]] = []
     asks = False
     waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
-    if num_kept:
-        num_parts = _all_parts(num_parts, num_kept)
+    num_parts = _all_parts(num_parts, num_kept) if num_kept else num_parts
     while waiting:
         (signature, count), *later = waiting
         if not asks:  # what a microbatch leaves is known once it has its answers
-            found = planner.recording_for(mode, signature, note=note)
+            try:
+                found = planner.recording_for(mode, signature, note=note)
+            except RaisedInEagerError as error:
+                error.is_first &= not plans
+                raise
         graph = found.recording.graph
         asks |= graph.num_answered is not None
         if asks and num_kept:
@@ -298,9 +301,8 @@ def _plan_microbatches(
             num_parts, first=False, is_microbatched=True, adds_up=True, exchange=Exchange.ALONE
         )
         exchange = planner.plan_for(found, part, note=note)
-    marks = [partial(put_requires_grad, *part) for part in trained]
     is_one = len({flags for _, flags in trained}) == 1
-    marks = [] if is_one else marks
+    marks = [] if is_one else [partial(put_requires_grad, *part) for part in trained]
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
 
 

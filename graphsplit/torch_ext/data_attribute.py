@@ -114,7 +114,7 @@ class DataIsDetached(TorchCalls):
                 self._set[_memory(tensor)][1].add(id(tensor))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._last = (None, None)
         for line, value in self._values:
             if error is None and value() is not None:
@@ -126,7 +126,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ programs run (``runtime``), and leave the loss, which every worker gets.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.errors import ConfigurationError, PlacementError
+from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.groups import refuse_change
 from graphsplit.feeding.leading import Leading
@@ -32,6 +33,7 @@ from graphsplit.feeding.left_by_steps import (
 )
 from graphsplit.feeding.sent_batches import targets_home
 from graphsplit.job.job import Job
+from graphsplit.planning.compared.announced import topic_of_graph
 from graphsplit.planning.modes import as_in, evaluating
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
@@ -134,7 +136,15 @@ class ClusterEngine(ClusterState):
         return loss
 
     def _given(self, division: Division, **options: Any) -> PlannedStep:
-        planned = self._leading.given(Mode.TRAIN, division, self._step, **options)
+        try:
+            planned = self._leading.given(Mode.TRAIN, division, self._step, **options)
+        except RaisedInEagerError as error:
+            self._let_go_on(error, Mode.TRAIN)
+            if not options and self.progress.opens:
+                self.zero_gradients()
+            if division.weights:  # as the plain loop, which had set it for its first microbatch
+                torch.default_generator.set_state(self.progress.rng_state(0))
+            raise
         asks = any(plan.asking_inputs for plan in planned.plans)
         if asks and self._job.recovery_policy in (WAIT_REJOIN, GO_ON):  # a step may run twice
             raise ConfigurationError(
@@ -143,6 +153,14 @@ class ClusterEngine(ClusterState):
                 f"  Fix: detach the batch, or use a loop of your own: gs.distribute and gs.loop."
             )
         return planned
+
+    def _let_go_on(self, error: RaisedInEagerError, mode: Mode) -> None:
+        """Find out that all workers have an error: then the script may catch it, and go on."""
+        if error.is_first and not self._job.abort.recovers and self.witness is None:
+            text = "".join(traceback.format_exception_only(error.error))
+            self._job.member.agree(topic_of_graph(self._job.num_plans, mode), f"raises {text}")
+            self._job.next_plan_number()  # no topic comes twice
+            error.is_settled = True
 
     def zero_gradients(self) -> None:
         """Reset the gradients that are here."""
@@ -233,7 +251,11 @@ class ClusterEngine(ClusterState):
         """The network's outputs, in its own structure, on every worker."""
         division = Division(arguments, (arguments,))
         with evaluating(self._task.network):
-            planned = self._leading.given(Mode.PREDICT, division, self._step)
+            try:
+                planned = self._leading.given(Mode.PREDICT, division, self._step)
+            except RaisedInEagerError as error:
+                self._let_go_on(error, Mode.PREDICT)
+                raise
             (outputs,) = self._predict(planned, division, self._job.ranks, None)
         return outputs
 

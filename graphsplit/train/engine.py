@@ -203,22 +203,20 @@ class EagerEngine(Engine):
     def _accumulate(
         self, division: Division, found: list[dict[str, Any]], scale: float
     ) -> torch.Tensor:
-        """The gradients of all microbatches, one after the other; the generator is put back."""
+        """The gradients of all microbatches, one after the other."""
         before, losses = torch.default_generator.get_state(), []
         pairs = zip(division.microbatches, division.weights, strict=True)
         sums, kept_apart = self.sums, self._kept_apart()
         sums.begin_batch()
-        try:
-            for index, (microbatch, weight) in enumerate(pairs):
-                torch.default_generator.set_state(self.progress.rng_state(index))
-                loss = self._loss(microbatch, found)
-                with sums.apart(kept_apart, index):
-                    torch.autograd.backward(self._scaled(loss * weight, scale))
-                losses.append(loss.detach())
-            if self.progress.closes or not self._task.num_kept:
-                sums.end_batch()
-        finally:
-            torch.default_generator.set_state(before)
+        for index, (microbatch, weight) in enumerate(pairs):
+            torch.default_generator.set_state(self.progress.rng_state(index))
+            loss = self._loss(microbatch, found)
+            with sums.apart(kept_apart, index):
+                torch.autograd.backward(self._scaled(loss * weight, scale))
+            losses.append(loss.detach())
+        if self.progress.closes or not self._task.num_kept:
+            sums.end_batch()
+        torch.default_generator.set_state(before)
         return total_loss(losses, division.weights)
 
     def _kept_apart(self) -> tuple[torch.Tensor, ...]:

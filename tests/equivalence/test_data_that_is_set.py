@@ -168,7 +168,7 @@ class Sharing(Momentum):
 
 @pytest.mark.parametrize(
     "case",
-    "another's;a buffer;another form;tied;of before;by its name;kept".split(";"),
+    ["another's", "a buffer", "another form", "tied", "of before", "by its name", "kept"],
 )
 def test_memory_that_has_two_names_is_refused_in_forward(case: str) -> None:
     with pytest.raises(CaptureError, match=r"setting its \.data") as caught:

@@ -133,6 +133,11 @@ class StateWatch:
         """Whether a buffer that steers was found, and cannot be followed."""
         return bool(self._unfollowed)
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether the code that was watched last left something in Python."""
+        return bool(self._changes)
+
     def _followed(self) -> frozenset[tuple[int, str]]:
         is_one = may_steer if self._follows_all else steers
         found = {key: tensor for key, tensor in self._tensors.items() if is_one(tensor)}

@@ -101,6 +101,11 @@ _SWAPS = frozenset((LOSS, OPTIMIZER, AGAIN))
 Note = Callable[[], str]  # what workers must agree on besides plans; ``str`` gives nothing
 
 
+def topic_of_graph(number: int, mode: Mode) -> str:
+    """The topic on which workers agree on a graph, or on the error that came in place of it."""
+    return f"graph of plan {number} ({mode.value})"
+
+
 class PythonStep(NamedTuple):
     """The Python values behind a step, as far as workers compare them.
 

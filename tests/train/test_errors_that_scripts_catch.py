@@ -1,0 +1,146 @@
+"""An error of network or loss that the script catches: training goes on, as in the plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from alone_helpers import assert_as_alone
+from plain_model import PlainModel
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import CaptureError, JobFailedError, PlanMismatchError
+
+assert threads_as_workers
+pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+INPUTS = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(4, 8, 2, generator=torch.Generator().manual_seed(2))
+BATCHES = list(zip(INPUTS, TARGETS, strict=True))
+
+
+class OddError(ValueError):
+    """An error of the script's own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"{size} rows")
+        self.size = size
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(4, 5), nn.Dropout(0.0), nn.Linear(5, 2)
+        self.calls = 0
+        if hasattr(nn.Module, "place"):
+            self.first.place("MS_WORKER", 0)
+            self.second.place("MS_WORKER", 1)
+
+    def check(self, x: torch.Tensor) -> None:
+        if len(x) % 2:
+            raise OddError(len(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.check(x)
+        made: torch.Tensor = self.second(self.drop(torch.tanh(self.first(x))))
+        return made
+
+
+def mse(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if outputs.shape != target.shape:
+        raise KeyError(outputs.shape)
+    return F.mse_loss(outputs, target)
+
+
+BAD: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
+    "rows": (OddError, lambda batch: (batch[0][:3], batch[1][:3])),
+    "width": (RuntimeError, lambda batch: (batch[0][:, :3], batch[1])),
+    "targets": (KeyError, lambda batch: (batch[0], batch[1][:, :1])),
+}
+
+
+def train(make: Any, name: str, options: dict[str, Any], drop: float = 0.0) -> Any:
+    kind, spoil = BAD[name]
+    torch.manual_seed(0)
+    net = Net()
+    net.drop.p = drop
+    model = make(net, mse, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **options)
+    found: list[Any] = []
+    for step, batch in enumerate(BATCHES):
+        if step != 1:
+            with pytest.raises(kind) as caught:
+                model.train_step(*spoil(batch))
+            found.append(getattr(caught.value, "size", None))
+        if name != "targets":
+            with pytest.raises(kind):
+                model.predict(spoil(batch)[0])
+        found.append(model.train_step(*batch).clone())
+        found.append(torch.get_rng_state())
+    return copy.deepcopy([found, model.state_dict()])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_batch_may_be_skipped(name: str) -> None:
+    assert_as_alone(lambda: train(PlainModel, name, {}), lambda: train(gs.Model, name, {}))
+
+
+def test_so_may_one_of_several_microbatches() -> None:
+    """The generator is left where the loop of the documents leaves it, and gradients are reset."""
+
+    def run() -> Any:
+        return train(gs.Model, "width", {"microbatches": 4}, drop=0.3)
+
+    assert_as_alone(run, run)
+
+
+class Counting(Net):
+    """Something has changed before the error comes."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.register_buffer("seen", torch.zeros(()))
+        self.drop.p = 0.3
+
+    def check(self, x: torch.Tensor) -> None:
+        if self.case == "python":
+            self.calls += 1
+        if self.case == "buffer":
+            self.seen += 1
+        if self.case == "draws":
+            self.drop(x)
+        super().check(x)
+
+
+@pytest.mark.parametrize("case", ["python", "buffer", "draws"])
+def test_an_error_after_something_has_changed_ends_the_job(case: str) -> None:
+    def run(rank: int) -> None:
+        net = Counting(case)
+        model = gs.Model(net, mse, torch.optim.SGD(net.parameters(), lr=0.05))
+        model.train_step(*BATCHES[0])
+        with pytest.raises(CaptureError, match="OddError: 3 rows"):
+            model.train_step(INPUTS[0][:3], TARGETS[0][:3])
+        model.train_step(*BATCHES[0])
+
+    with pytest.raises((CaptureError, JobFailedError)):
+        ThreadCluster(run, 2, is_recoverable=False).run()
+
+
+def test_an_error_of_one_worker_alone_ends_the_job() -> None:
+    def run(rank: int) -> None:
+        net = Net()
+        if rank:
+            net.check = lambda x: None  # type: ignore[method-assign]
+        model = gs.Model(net, mse, torch.optim.SGD(net.parameters(), lr=0.05))
+        try:
+            model.train_step(INPUTS[0][:3], TARGETS[0][:3])
+        except OddError:
+            model.train_step(*BATCHES[0])
+
+    with pytest.raises(PlanMismatchError, match=r"raises .*OddError: 3 rows"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
