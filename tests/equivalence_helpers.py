@@ -48,6 +48,18 @@ class Tower(nn.Module):
         return made
 
 
+class Applied(nn.Module):
+    """Linear, then a function."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
 def on_two(network: Any) -> None:
     """The first layer on worker 0, the others on worker 1."""
     network.first.place("MS_WORKER", 0)

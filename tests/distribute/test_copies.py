@@ -224,6 +224,11 @@ def test_a_kept_state_that_would_have_moved_on_is_refused(script: Callable[[Trai
     assert "Fix: take it again for the new value" in told
 
 
+def test_a_part_of_a_kept_state_that_would_have_moved_on_is_refused() -> None:
+    told = raised(load_part_of_kept, RuntimeError)  # of torch: it says which parameter
+    assert 'parameter named "weight"' in told and "looked at after a step or another" in told
+
+
 def sum_of_moments(trained: Trained) -> None:
     sum(float(entry["exp_avg"].abs().sum()) for entry in trained.optimizer.state.values())
 

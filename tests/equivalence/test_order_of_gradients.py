@@ -8,24 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import assert_same_wherever_placed, batches_of
+from equivalence_helpers import Applied, assert_same_wherever_placed, batches_of
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit import place
 from graphsplit.capture.graph import Mode
-
-
-class Applied(nn.Module):
-    """Linear, then a function."""
-
-    def __init__(self, function, width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.linear(x))
 
 
 def residual(h):

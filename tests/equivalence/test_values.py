@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import (
+    Applied,
     assert_same_wherever_placed,
     batches_of,
     rows_against_target,
@@ -18,18 +19,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphsplit import place
-
-
-class Applied(nn.Module):
-    """Linear, then a function."""
-
-    def __init__(self, function, width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.linear(x))
 
 
 def several_outputs(h):

@@ -49,10 +49,6 @@ def pairwise(write: Callable[[torch.Tensor, torch.Tensor], object]) -> Update:
     return update
 
 
-def set_data(one: torch.Tensor, other: torch.Tensor) -> None:
-    one.data = 0.9 * one.data + 0.1 * other.data
-
-
 def parts(one: torch.Tensor, other: torch.Tensor) -> None:
     one[0].mul_(0.5).add_(other[0])
     one.view(-1)[0] = other.view(-1)[1]
