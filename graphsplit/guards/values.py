@@ -262,7 +262,9 @@ def _fill_array(frozen: Frozen) -> None:
 def _holds_exactly(frozen: Frozen, items: list[Any]) -> bool:
     if frozen.content is not None:
         return _same_content(frozen.content, _content(frozen.container))
-    now = list(items_of(frozen.container))
+    container, now = frozen.container, list(items_of(frozen.container))
+    if is_mapping(container):  # an item under another key is no longer the same
+        now, items = [*keys_of(container), *now], [*frozen.keys, *items]
     return len(now) == len(items) and all(a is b for a, b in zip(now, items, strict=True))
 
 

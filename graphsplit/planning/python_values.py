@@ -27,6 +27,7 @@ from graphsplit.guards.values import (
     is_plain,
     is_scalar,
     number_of,
+    put_back,
     put_into,
     reference_of,
     same,
@@ -41,6 +42,7 @@ _MAX_LOSSES = 64  # that the script has given, one after the other; as many as r
 Values = dict[Any, Any]  # by identity of a place
 Numbers = Sequence[tuple[torch.Tensor, Any]]
 _TENSOR = "\0tensor: "
+_ROOTS = ("net", "loss_fn")
 
 
 @dataclass(frozen=True)
@@ -112,15 +114,31 @@ class PythonValues:
         return values, [(tensor, tensor.item()) for tensor in tensors]
 
     def put(self, values: Mapping[Any, Any], numbers: Numbers = ()) -> None:
-        """Let places, and tensors of one element, have the values of ``now`` again."""
+        """Let places, and tensors of one element, have the values of ``now`` again.
+
+        In the containers of then: one that was in two places is so again.
+        """
+        for key, value in values.items():
+            place, then = self._known[key].place, put_back(value)
+            there = place.read()
+            if then is not there and (isinstance(value, Frozen) or not same(value, there)):
+                place.write(then)
+        self._put_numbers(numbers)
+
+    def _put_written(self, values: Mapping[Any, Any], numbers: Numbers) -> None:
+        """The same for values that were written, which do not tell what was one container.
+
+        One that two places have in common holds one value: the other gets one of its own.
+        """
         for is_shared in (False, True):
             for key, value in values.items():
                 place = self._known[key].place
                 there = place.read()
                 if not same(value, there):
-                    # A container that two places have in common holds one value: the other one
-                    # gets a container of its own.
                     place.write(thaw(value) if is_shared else put_into(value, there))
+        self._put_numbers(numbers)
+
+    def _put_numbers(self, numbers: Numbers) -> None:
         with torch.no_grad():
             for tensor, number in numbers:
                 if not same(number, tensor.item()):
@@ -144,6 +162,7 @@ class PythonValues:
     def kept(self) -> list[list[Any]]:
         """Values that are not as they were when first read, in a form that can be written.
 
+        Each with the name of the first place that holds the same container, which may be its own.
         Those ``apart`` are left out.
 
         Raises:
@@ -151,17 +170,22 @@ class PythonValues:
         """
         self.note()
         found, put, apart = [], self._put_by_script(), self.apart()
-        for key, known in self._known.items():
-            if key in apart:
-                continue
-            place, value = known.place, known.place.read()
+        now = {key: known.place.read() for key, known in self._known.items() if key not in apart}
+        uses = Counter(id(value) for value in now.values() if isinstance(value, MUTABLE))
+        first: dict[int, tuple[str, int]] = {}
+        for key, value in now.items():
+            known = self._known[key]
+            place, is_shared = known.place, uses[id(value)] > 1
             frozen = with_names(freeze(value), self._task.network)
-            if same(known.first, value) and not _scalars_in(frozen):
+            is_as_read = same(known.first, value) and not _scalars_in(frozen)
+            if is_as_read and not is_shared:
                 continue
             frozen = with_leaves(frozen, partial(_written, _scalars_in(known.first), put))
             again = self._named(*known.name)
+            if again is not None and again.identity != key and _is_below_root(place.label):
+                continue  # of an object or container in whose place another one is by now
             if not _is_kept(frozen) or again is None or again.identity != key:
-                if not known.is_whole:
+                if is_as_read or not known.is_whole:
                     continue
                 raise StateError(
                     f"{place.label} has changed from {shown(known.first)} to {shown(value)}, which "
@@ -171,10 +195,12 @@ class PythonValues:
                     f"start the job with fail_fast."
                 )
             is_there = value is not MISSING
-            found.append([*known.name, is_there, thaw(frozen) if is_there else None])
+            written = thaw(frozen) if is_there else None
+            like = first.setdefault(id(value), known.name) if is_shared else known.name
+            found.append([*known.name, is_there, written, list(like)])
         return found
 
-    def put_back(self, kept: Iterable[Sequence[Any]]) -> None:
+    def put_back(self, kept: Sequence[Sequence[Any]]) -> None:
         """Let places be as when ``kept`` was called; others as when they were first read.
 
         Those ``apart`` stay as they are.
@@ -185,10 +211,12 @@ class PythonValues:
         by_name = {known.name: known.place for known in self._known.values()}
         numbers: list[tuple[torch.Tensor, Any]] = []
         put: dict[str, torch.Tensor] = {}
-        for label, loss, is_there, value in kept:
+        places: dict[Any, Place] = {}
+        for label, loss, is_there, value, _ in kept:
             place = by_name.get((label, loss)) or self._named(label, loss)
             if place is None:
                 raise StateError(f"{label} is in a snapshot, and was not found here")
+            places[label, loss] = place
             # One that was not read here yet has no value that is known to be its first.
             self._known.setdefault(place.identity, _Known(place, _UNKNOWN, loss))
             first = values.get(place.identity, _UNKNOWN)
@@ -196,7 +224,10 @@ class PythonValues:
             frozen = with_leaves(freeze(value), partial(_read, there, put, numbers))
             frozen = with_stand_ins(frozen, self._task.network)
             values[place.identity] = frozen if is_there else MISSING
-        self.put(values, numbers)
+        self._put_written(values, numbers)
+        for label, loss, *_, like in kept:
+            if like != [label, loss]:
+                places[label, loss].write(places[tuple(like)].read())
 
     def note_put(self, labels: Iterable[str]) -> None:
         """Values were loaded there: a worker that comes back has others."""
@@ -224,8 +255,13 @@ class PythonValues:
 
     def _named(self, label: str, loss: int) -> Place | None:
         """The place that a worker which comes back finds by its name."""
-        roots = {"net": self._task.network, "loss_fn": self._losses.get(loss)}
+        roots = dict(zip(_ROOTS, (self._task.network, self._losses.get(loss)), strict=True))
         return place_named(label, roots)
+
+
+def _is_below_root(label: str) -> bool:
+    """Whether steps from network or loss lead to a place: they name one at a time."""
+    return label.startswith(tuple(f"{root}{step}" for root in _ROOTS for step in ".["))
 
 
 def _is_kept(frozen: Any) -> bool:

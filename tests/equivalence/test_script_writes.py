@@ -217,6 +217,16 @@ def test_a_worker_that_writes_alone_to_what_lives_elsewhere_is_named(
         cluster.train_step(arguments)
 
 
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_worker_that_alone_replaces_a_parameter_is_named(writer: int) -> None:
+    cluster, arguments = SimulatedCluster(make_task, 2), (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+    second: Any = cluster.workers[writer].task.network.second
+    second.weight = nn.Parameter(torch.ones_like(second.weight))
+    with pytest.raises(PlanMismatchError, match=r"net\.second\._parameters\['weight'\] is .*"):
+        cluster.train_step(arguments)
+
+
 WAYS: dict[str, Callable[[nn.Parameter], object]] = {
     "data": lambda weight: weight.data.mul_(0.5),
     "a view": lambda weight: weight.detach()[0].zero_(),

@@ -85,6 +85,13 @@ def _writes(step: int, net: Any) -> None:
         net.x[0] = 0.5 + step
 
 
+def _turns_keys(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """The items stay as they are, and in their order."""
+    key = next(iter(net.x))
+    net.x[1 - key] = net.x.pop(key)
+    return h * (1 + key)
+
+
 def _nothing(step: int, net: Any) -> None:
     pass
 
@@ -97,11 +104,13 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
     "joined once": (_makes_one_once, _writes, lambda: ([1.0], [1.0])),
     "a new one, once": (_makes_one_anew, _writes, lambda: ([1.0], [1.0])),
     "parted by forward": (_parts, _nothing, lambda: ([one := [1.0], one])),
+    "other keys": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
+    "other keys of microbatches": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
 }
 
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
-@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 4, strict=False)))
+@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 5, strict=False)))
 def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
     forward, script, containers = CASES[case]
     assert_same_bits(

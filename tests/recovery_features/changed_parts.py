@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
-from recovery_features.parts import all_of, batches, feature, pairs, plain_net, trained
+from recovery_features.parts import all_of, batches, feature, pairs, plain_net, put, trained
 
 Change = Callable[[Any, gs.Model], object]
 
@@ -107,3 +107,73 @@ def written_to_by_the_data_set(place: bool = True) -> Any:
     net = plain_net(place=place)
     model = gs.Model(net, nn.CrossEntropyLoss(), sgd(net))
     return trained(model, DataLoader(Writing(net, model), batch_size=4), 2)
+
+
+class Weighing(nn.Module):
+    """Reads a list, and so does its loss: the same one, or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.row = [1.0, 0.5]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.third(self.second(torch.tanh(self.first(x))) * self.row[-1])
+        return made
+
+
+class Weighed:
+    def __init__(self) -> None:
+        self.row = [0.25, 2.0]
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, target) * self.row[-1]
+
+
+class Sharing(gs.callbacks.Callback):
+    """Makes one list of two and two of one, and writes to what the network has."""
+
+    def __init__(self, net: Any, loss_fn: Any) -> None:
+        self.net, self.loss_fn = net, loss_fn
+        self.step = 0
+
+    def change(self) -> None:
+        if self.step % 3 == 0:
+            self.net.row = self.loss_fn.row
+        if self.step % 3 == 2:
+            self.net.row = list(self.net.row)
+        self.net.row[-1] *= 0.9
+        self.step += 1
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.change()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def sharing_lists(place: bool, by_callback: bool) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Weighing(), "first", "second", "third", place=place)
+    loss_fn = Weighed()
+    sharing, model = Sharing(net, loss_fn), gs.Model(net, loss_fn, sgd(net))
+    losses: list[Any] = []
+    if by_callback:
+        losses += trained(model, None, 3, sharing)
+    for x, y in () if by_callback else [*batches(4), *batches(6)]:
+        sharing.change()
+        losses.append(model.train_step(x, y).clone())
+    return losses, all_of(model), net.row, loss_fn.row, net.row is loss_fn.row
+
+
+@feature
+def lists_in_one_and_two_places_by_the_script(place: bool = True) -> Any:
+    return sharing_lists(place, by_callback=False)
+
+
+@feature
+def lists_in_one_and_two_places_by_a_callback(place: bool = True) -> Any:
+    return sharing_lists(place, by_callback=True)

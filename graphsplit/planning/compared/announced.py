@@ -212,13 +212,15 @@ def _differing(
     rank, leader = ranks
     told = dict(leaders.changed)
     for failure in changed:
-        label, own = failure.place.label, shown(failure.new)
-        theirs = told.pop(label, shown(failure.old))
+        label, own, was = failure.place.label, shown(failure.new), shown(failure.old)
+        theirs = told.pop(label, None)
+        if theirs is None and own == was:  # another tensor, of the same form
+            own = f"{own}, a new one,"
         if theirs != own:
-            yield f"{label} is {own} on worker {rank}, {theirs} on worker {leader}"
+            yield f"{label} is {own} on worker {rank}, {theirs or was} on worker {leader}"
     for label, theirs in told.items():
         value = here(label)
-        own = "as before" if value is MISSING else shown(value)
+        own = "as before" if value is MISSING or shown(value) == theirs else shown(value)
         yield f"{label} is {theirs} on worker {leader}, {own} on worker {rank}"
 
 
