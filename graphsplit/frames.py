@@ -225,5 +225,8 @@ def without_own_frames(text: str) -> str:
 
 
 def whole_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    """The traceback as Python prints it where nobody catches the error: from the first frame on."""
+    shown, trace = TracebackException.from_exception(error), error.__traceback__
+    if trace is not None and (outer := trace.tb_frame.f_back) is not None:  # still on its way
+        shown.stack = StackSummary.from_list([*traceback.extract_stack(outer), *shown.stack])
+    return "".join(shown.format())

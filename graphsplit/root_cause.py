@@ -12,6 +12,8 @@ JOINED = "joined"
 """The kind that says that nothing failed: a generation is left, for a worker has come."""
 
 _LOST = "lost: "
+# Of a worker that is in another call than the one who sent it this; or of one whose data differ.
+_ODD_MESSAGES = ("FrameError:", "LoaderMismatchError:", "CollectiveMismatchError:")
 _SHORT_LINES = 8
 
 
@@ -81,7 +83,7 @@ class FailureCause:
     @property
     def is_odd_message(self) -> bool:
         """Whether a worker was sent what it did not expect: the sender may be in another call."""
-        return self.kind == "exception" and self.message.startswith("FrameError:")
+        return self.kind == "exception" and self.message.startswith(_ODD_MESSAGES)
 
     @property
     def who(self) -> str:

@@ -204,6 +204,7 @@ class Tickets:
         if ticket.step != self._step:
             raise FrameError(
                 f"worker {leader} announces batch {ticket.step}; expected {self._step}"
+                f"{_OTHER_MODEL}"
             )
         self._shape, self._turns = ticket.shape, ticket.turns
         return ticket
@@ -273,11 +274,17 @@ class Tickets:
             self._texts[found.digest] = found.text
         text = self._texts.get(described.digest)
         if text is None:
-            raise FrameError(f"worker {leader} announces a signature that was never described")
+            raise FrameError(
+                f"worker {leader} announces a batch of a kind that it never described{_OTHER_MODEL}"
+            )
         return Signature(text, described.digest)
 
 
 _NO_NEWS = News()
+_OTHER_MODEL = (
+    ": it may be in a call of another gs.Model\n"
+    "  Fix: every worker makes the calls of several Models in the same order."
+)
 _ENDS = 32  # bytes at both ends of a generator's state, which tell where it stands
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from graphsplit import logs
 from graphsplit.cluster.member.identity import bounded, failure_of
@@ -28,6 +29,7 @@ from graphsplit.root_cause import FailureCause
 from graphsplit.settings import RESTART
 
 _VERDICT_S = 0.5
+_IN_THREAD = ", in _bootstrap_inner\n"
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -96,7 +98,9 @@ class LastWords:
         first = self.job.abort.cause if self.job is not None else None
         if cause is None or first is None or self.job is None or first.rank == self.job.rank:
             return None
-        if isinstance(error, PlanMismatchError) and first.kind == "disagreement":
+        if first.kind == "disagreement" and cause.is_odd_message:
+            return first  # it only looked like that
+        if first.kind == "disagreement" and isinstance(error, PlanMismatchError):
             return first if self.job.rank != 0 else None
         mine = bounded(cause)
         return first if (first.kind, first.message) == (mine.kind, mine.message) else None
@@ -131,7 +135,8 @@ def tell_echo(job: Job | None, cause: FailureCause) -> None:
     line = f"{me} ended because {cause.heard()}"
     if job is not None and cause.rank == job.rank and cause.traceback:
         # The script has caught the error itself, and went on: nobody has printed it yet.
-        line = f"{me} ended because of an error that the script caught: {cause.headline}"
+        how = "in a thread" if _IN_THREAD in cause.traceback else "that the script caught"
+        line = f"{me} ended because of an error {how}: {cause.headline}"
         trace = cause.traceback.rstrip()
         line = f"{line}\n{trace if shows_all(os.environ) else without_own_frames(trace)}"
     logs.say(line, event="ended", level="error", kind=cause.kind, cause_rank=cause.rank)
@@ -157,6 +162,7 @@ def install_endings(job: Job, finalize: Callable[[], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         _forget_in_children(job)
         install_interrupts(job)
+        threading.excepthook = _hook_of_threads(job, threading.excepthook)
     job.abort.add_waker(job.interrupt_main_thread)
 
 
@@ -164,7 +170,7 @@ def _forget_in_children(job: Job) -> None:
     """A process that the script forks is no worker: it ends as it would without graphsplit."""
     numbers = [signal.SIGTERM, signal.SIGINT, *([WAKE_SIGNAL] if WAKE_SIGNAL else [])]
     handlers = {number: signal.getsignal(number) for number in numbers}
-    hooks = LastWords.of_python(sys.excepthook), sys.unraisablehook
+    hooks = LastWords.of_python(sys.excepthook), sys.unraisablehook, threading.excepthook
     is_worker = True
 
     def forget() -> None:
@@ -177,9 +183,20 @@ def _forget_in_children(job: Job) -> None:
         atexit.unregister(_exit_for_another_try)
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        sys.excepthook, sys.unraisablehook = hooks
+        sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
 
     os.register_at_fork(after_in_child=forget)
+
+
+def _hook_of_threads(job: Job, previous: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Print what leaves a thread, but not what the main thread is told, and tells as it ends."""
+
+    def hook(left: threading.ExceptHookArgs) -> None:
+        error = left.exc_value
+        if not isinstance(error, JobFailedError) and not job.has_reported(error):
+            previous(left)
+
+    return hook
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:

@@ -75,7 +75,7 @@ class _Interrupts:
                 _signal_again(WAKE_SIGNAL)
 
     def _is_postponed(self, signum: int, frame: FrameType | None) -> bool:
-        if self._times_left == 0 or not _is_under_a_mode(frame):
+        if self._times_left == 0 or not (_is_under_a_mode(frame) or _is_in_hook(frame)):
             return False
         self._times_left -= 1
         _signal_again(signum)
@@ -90,6 +90,13 @@ def _is_under_a_mode(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_in_hook(frame: FrameType | None) -> bool:
+    """Whether Python is told of what could not be raised; it only prints what is raised there."""
+    while frame is not None and frame.f_code is not _Interrupts.lost.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _signal_again(signum: int) -> None:

@@ -248,9 +248,13 @@ class Job:
         self.member.ask_to_stop()
         return True
 
+    def has_reported(self, error: BaseException | None) -> bool:
+        """Whether all know of this error, which ends the job."""
+        return hasattr(error, _REPORTED)
+
     def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
-        if self.is_closed or hasattr(error, _REPORTED):
+        if self.is_closed or self.has_reported(error):
             return None
         self.is_ending = not isinstance(error, MembershipChangedError)
         if isinstance(error, TransportError) and not isinstance(error, FrameError):

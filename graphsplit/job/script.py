@@ -56,6 +56,10 @@ class Script:
     def add_engine(self, task: Any, engine: Any, states: Any) -> None:
         """A Model was built, of a task, an engine and states."""
 
+    def number_of(self, engine: Any) -> int | None:
+        """Which of the Models an engine is of, in a script of which all workers build the same."""
+        return None
+
     def around(self, engine: Any, calls: T, *, changes_nothing: bool = False) -> T:
         """The calls of a Model, as this script makes them: with the same methods.
 

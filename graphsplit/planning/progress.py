@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -125,31 +125,43 @@ class SizesSeen:
         if signature in seen or len(seen) >= _MANY:
             return
         seen.append(signature)
-        many = _changing_dimensions(seen) if len(seen) == _MANY else {}
-        changing = {d: largest for d, largest in many.items() if d not in self._dynamic}
+        if len(seen) == _MANY:
+            self._warn(mode, _changing_dimensions(seen))
+
+    def _warn(self, mode: Mode, sizes_of: Mapping[int, Set[int]]) -> None:
+        changing = {d: max(sizes) for d, sizes in sizes_of.items() if d not in self._dynamic}
+        has_ones = any(1 in sizes for sizes in sizes_of.values())
+        pad = "pad the batches to a few sizes."
         if changing:
             shown = ", ".join(f"{d}: {2 * largest}" for d, largest in changing.items())
-            sizes = ", ".join(f"dimension {d} up to {n}" for d, n in changing.items())
             call = "gs.distribute(net" if mode.keeps_outputs_home else "gs.Model(..."
-            warn_users(
-                f"{_MANY} plans for {mode.value} were made for batches that differ in nothing but "
-                f"sizes ({sizes}); each size takes a capture of its own, which takes seconds\n"
-                f"  Fix: {call}, dynamic_dims={{{shown}}}), with the largest sizes that come, "
-                f"makes one plan for all; or pad the batches to a few sizes."
+            fix = (
+                f"{call}, dynamic_dims={{{shown}}}), with the largest sizes that come, makes one "
+                f"plan for all{' but those with a size of 1' if has_ones else ''}; or {pad}"
             )
+        elif has_ones:  # a size of 1 is broadcast, so that other operations run
+            fix = f"dynamic_dims leaves out sizes of 1, in each tensor; {pad}"
+        else:
+            return
+        sizes = ", ".join(f"dimension {d} up to {max(sizes)}" for d, sizes in sizes_of.items())
+        warn_users(
+            f"{_MANY} plans for {mode.value} were made for batches that differ in nothing but "
+            f"sizes ({sizes}); each size takes a capture of its own, which takes seconds\n"
+            f"  Fix: {fix}"
+        )
 
 
-def _changing_dimensions(seen: Sequence[Signature]) -> dict[int, int]:
-    """The dimensions of tensors that were not equal, each with the largest size it had."""
+def _changing_dimensions(seen: Sequence[Signature]) -> dict[int, set[int]]:
+    """The dimensions of tensors that were not equal, each with the sizes that it had."""
     shapes = [
         [leaf.shape for leaf in leaves(signature.example("meta")) if torch.is_tensor(leaf)]
         for signature in seen
     ]
-    found: dict[int, int] = {}
+    found: dict[int, set[int]] = {}
     for same in zip(*shapes, strict=True):
         for dimension, sizes in enumerate(zip(*same, strict=True)):
             if len(set(sizes)) > 1:
-                found[dimension] = max(*sizes, found.get(dimension, 0))
+                found.setdefault(dimension, set()).update(sizes)
     return dict(sorted(found.items()))
 
 

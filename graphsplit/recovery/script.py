@@ -112,6 +112,10 @@ class RecoveringScript(Script):
         held = {id(tensor) for share in self._shares for tensor in share.tensors()}
         return any(id(tensor) in held for tensor in tensors)
 
+    def number_of(self, engine: Any) -> int | None:
+        """Its place among the Models: snapshots go by that."""
+        return self._by_engine[id(engine)].index
+
     def around(self, engine: Any, calls: T, *, changes_nothing: bool = False) -> T:
         """The calls of a Model, each of which may be taken back, and given again."""
         run = self.local if changes_nothing else self.collective

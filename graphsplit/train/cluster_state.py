@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from graphsplit.batches import records
 from graphsplit.batches.signature import Arguments
 from graphsplit.checkpoint.gather import StateGatherer
 from graphsplit.checkpoint.whole_values import install as install_whole_values
+from graphsplit.errors import CollectiveMismatchError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
@@ -38,6 +40,7 @@ class ClusterState(Engine):
         self._waiting: dict[str, Callable[[], None]] = {}
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None
+        self._number = 0  # by the plan that settled it first: on all workers alike
 
     def group(self) -> WorkerGroup:
         """All workers of the job."""
@@ -62,6 +65,7 @@ class ClusterState(Engine):
 
     def _settle(self) -> None:
         """Owners are fixed: forget the optimizer state of others, and load what waits."""
+        self._number = self._number or self._job.num_plans + 1
         for optimizer in self._task.optimizers:
             for key in list(optimizer.state):
                 if isinstance(key, torch.Tensor) and is_elsewhere(key):
@@ -128,6 +132,38 @@ class ClusterState(Engine):
             return {}
         pairs = {(min(e.source, e.destination), max(e.source, e.destination)) for e in plan.edges}
         return {pair: transport.route(*pair) for pair in pairs}
+
+    def check_alike(self, path: str | None = None) -> None:
+        """Refuse that workers gather the states of different Models, or save elsewhere. Collective.
+
+        One without a plan gathers nothing, so that nobody is asked: all values are here.
+
+        Args:
+            path: The folder to which each worker saves its part. Hosts may have disks of their own.
+
+        Raises:
+            CollectiveMismatchError: They do: what they make together would be a mixture.
+        """
+        job, number = self._job, self._job.script.number_of(self)
+        if number is None and not (self._number or path):
+            return
+        model = str(self._number if number is None else number)
+        host = socket.gethostname()
+        here = f"{host} {path}"
+        its_model, _, there = job.control.share(f"{model} {here}").partition(" ")
+        if its_model != model:
+            name = type(self._task.network).__name__
+            raise CollectiveMismatchError(
+                f"worker 0 gathers the state of another gs.Model than worker {job.rank}, which has "
+                f"that of {name}\n"
+                f"  Fix: every worker makes the calls of several Models in the same order."
+            )
+        if there.startswith(f"{host} ") and there != here:
+            raise CollectiveMismatchError(
+                f"worker 0 saves to {there.partition(' ')[2]!r}, worker {job.rank} to {path!r}: "
+                f"neither would be complete\n"
+                f"  Fix: every worker passes the same path; one with a time or a rank in it is not."
+            )
 
     def note_put(self, names: Sequence[str]) -> None:
         """See :class:`StateHolder`."""

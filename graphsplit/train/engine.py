@@ -61,6 +61,9 @@ class Engine(StateHolder):
         """A context for all that a Model does with this engine, user code included."""
         return nullcontext()
 
+    def check_alike(self, path: str | None = None) -> None:
+        """Refuse that workers gather the states of different Models, or save elsewhere."""
+
     def pass_milestone(self) -> None:
         """Code of the user's inside a call is over: what other workers wait for comes later."""
 

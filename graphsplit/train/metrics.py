@@ -16,6 +16,11 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 
+_WHERE_SCORES_ARE = (
+    "\n  Fix: return the scores, or a loss and then the scores, or call them 'logits' in a mapping "
+    'or an object; or pass a function: {"Accuracy": lambda outputs, target: ...}.'
+)
+
 
 class Metric(ABC):
     """Base class of metrics.
@@ -81,7 +86,8 @@ class Accuracy(Metric):
         ):
             raise ConfigurationError(
                 "Accuracy expects scores [batch, classes, ...] and integer targets [batch, ...]; "
-                f"found {_describe(scores)} and {_describe(target)}"
+                f"found {_describe(outputs if scores is None else scores)} and {_describe(target)}"
+                f"{'' if isinstance(scores, torch.Tensor) else _WHERE_SCORES_ARE}"
             )
         self._correct += int((scores.argmax(dim=1) == target).sum())
         self._total += target.numel()
@@ -223,9 +229,11 @@ def need_batches(num_batches: int) -> None:
 
 
 def _scores_of(outputs: Any) -> Any:
-    """The scores among outputs: themselves, ``.logits``, or those beside a loss."""
+    """The scores among outputs: themselves, ``logits``, or those beside a loss."""
     if isinstance(outputs, torch.Tensor):
         return outputs
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits")
     if isinstance(outputs, (tuple, list)) and len(outputs) > 1 and not hasattr(outputs, "logits"):
         first = outputs[0]
         is_loss = isinstance(first, torch.Tensor) and first.dim() == 0
@@ -234,4 +242,6 @@ def _scores_of(outputs: Any) -> Any:
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} of {', '.join(map(repr, value))}"
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__

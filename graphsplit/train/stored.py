@@ -52,8 +52,10 @@ class StoredState:
     ) -> Any:
         if to is None:
             with self._engine.guard():
+                self._engine.check_alike()
                 return gather()
         with self._in_step():
+            self._engine.check_alike()
             save(to)
         return None
 
@@ -94,6 +96,7 @@ class StoredState:
     def save(self, path: PathLike, gather: bool, extra: Mapping[str, Any]) -> None:
         """Save the whole training state into a folder."""
         with self._in_step():
+            self._engine.check_alike(None if gather else os.fspath(path))
             self._states.save(path, gather=gather, extra=extra)
 
     def load(self, path: PathLike, extra: Mapping[str, Any]) -> Loaded:

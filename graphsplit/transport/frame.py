@@ -76,7 +76,7 @@ def header_bytes(spec: ChannelSpec) -> int:
 def describe(spec: ChannelSpec) -> str:
     """A channel in words, for errors."""
     label = spec.label or f"worker {spec.source} -> worker {spec.destination}"
-    return f"{label} (plan {spec.plan}, edge {spec.edge})"
+    return label if spec.plan < 0 else f"{label} (plan {spec.plan}, edge {spec.edge})"
 
 
 @dataclass(frozen=True, eq=False)

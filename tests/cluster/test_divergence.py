@@ -80,13 +80,27 @@ def test_an_extra_call_that_is_over_took_nobody_else():
 
 
 def test_what_is_forgotten_proves_nothing():
-    many = [move for _ in range(40) for move in ("train_step", "/")]
+    many = [move for _ in range(40) for move in ("train_step", "/", ".")]
     assert differ(history("predict"), history(*many, "train_step")) == ""
 
 
 def test_many_calls_are_told_in_a_bounded_message():
-    made = history(*(["eval", "/"] * 30))
+    made = history(*(move for _ in range(30) for move in ("eval", "/", ".")))
     assert made.num == 30 and len(made.latest) == 8 and made.within is None
+
+
+def test_many_calls_in_one_place_are_one_with_a_number():
+    both = ["state_dict", "/", "save", "/"] * 20_000
+    made = history("train", "/", *both, "state_dict")
+    assert [(one.name, one.times) for one in made.latest] == [
+        ("train", 1),
+        ("save", 20_000),
+        ("state_dict", 20_001),
+    ]
+    assert differ(made, history("train", "/", *both, "train")) == "state_dict"
+    assert differ(made, history("train", "/", *both, END_OF_SCRIPT)) == "state_dict"
+    assert differ(made, history("train", "/", *both, "state_dict")) == ""
+    assert differ(made, history("train", "/", *both)) == ""
 
 
 def test_the_workers_calls_and_the_way_out_are_told():

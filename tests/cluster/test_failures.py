@@ -112,10 +112,31 @@ def test_a_failure_brings_the_calls_that_no_heartbeat_has_told_yet(drive):
 def test_a_message_that_nobody_explains_ends_the_job_with_what_was_read(drive):
     scheduler = drive().form()
     scheduler.say(1, Failed(FailureCause("exception", "FrameError: 3 bytes for a header")))
-    scheduler.pass_time(0.9)
+    scheduler.pass_time(1.2)
     assert aborts(scheduler, 2) == []
     scheduler.pass_time(0.2)
     assert scheduler.last(2).cause.message == "FrameError: 3 bytes for a header"
+
+
+@pytest.mark.parametrize("is_past", [False, True])
+def test_batches_that_differ_as_one_worker_is_in_another_call_are_no_fault_of_the_data(
+    drive, is_past: bool
+):
+    """The other one need not wait: it may be at work behind that place."""
+    scheduler = drive().form()
+    odd = FailureCause("exception", "LoaderMismatchError: workers 0 and 1 were given other batches")
+    train, predict = CallMade("train", "train.py:5", 1), CallMade("predict", "train.py:7", 5)
+    scheduler.say(1, Failed(odd, CallsMade(2, 5, (train, predict), predict)))
+    at_work = CallsMade(1, 6 if is_past else 5, (train,), train)
+    scheduler.say(0, Heartbeat(6, "train step 6", calls=at_work))
+    scheduler.pass_time(1.4)
+    cause = scheduler.last(2).cause
+    if is_past:
+        assert cause.kind == "disagreement"
+        assert "worker 1 is in predict() at train.py:7" in cause.message
+        assert "worker 0 is in train() at train.py:5" in cause.message
+    else:  # it may still come to that call
+        assert cause.message == odd.message
 
 
 def test_a_report_names_the_process_that_registered_not_the_one_it_claims(drive):

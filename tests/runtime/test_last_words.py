@@ -14,9 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.cluster.member.identity import failure_of
-from graphsplit.errors import JobFailedError, PlanMismatchError
+from graphsplit.errors import (
+    FrameError,
+    JobFailedError,
+    LoaderMismatchError,
+    PlanMismatchError,
+)
 from graphsplit.failure import AbortSignal
-from graphsplit.job import interrupts
+from graphsplit.job import endings, interrupts
 from graphsplit.job.endings import LastWords
 from graphsplit.root_cause import FailureCause
 
@@ -74,6 +79,41 @@ def test_that_workers_disagree_is_told_whole_by_the_scheduler_and_worker_0(
     assert "Traceback" not in said
     line = "worker 1 ended because workers 0 and 1 disagree; the scheduler's log has the whole"
     assert line in said + caplog.text
+
+
+@pytest.mark.parametrize("kind", [FrameError, LoaderMismatchError])
+def test_what_only_looked_like_another_error_is_not_told_beside_the_disagreement(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "the workers have made different calls"
+    with caplog.at_level("ERROR", logger="graphsplit"):
+        said, _ = told(kind("other batches"), FailureCause("disagreement", text), capsys)
+    assert "Traceback" not in said and "other batches" not in said + caplog.text
+    assert f"worker 1 ended because {text}" in said + caplog.text
+
+
+def test_what_leaves_a_thread_is_printed_unless_the_main_thread_tells_it() -> None:
+    printed: list[Any] = []
+    known = ValueError("all know")
+    job: Any = SimpleNamespace(has_reported=lambda error: error is known)
+    hook = endings._hook_of_threads(job, printed.append)
+    echo = JobFailedError("over", cause=FailureCause("lost", "lost: gone", rank=0))
+    left = [SimpleNamespace(exc_value=error) for error in (known, echo, ValueError("a bug"))]
+    for one in left:
+        hook(one)
+    assert printed == left[2:]
+
+
+def test_a_cause_has_the_lines_that_led_to_an_error_which_the_script_goes_on_to_catch() -> None:
+    def reports() -> FailureCause:
+        try:
+            raise ValueError("bad")
+        except ValueError as error:
+            return cause_of(error, 0)
+
+    trace = reports().traceback
+    assert trace.index("an_error_which_the_script_goes_on") < trace.index("in reports")
+    assert trace.endswith("ValueError: bad\n")
 
 
 @pytest.mark.parametrize("first", [None, ValueError("worse"), KeyError("bad")])
@@ -152,6 +192,25 @@ def test_what_a_signal_raises_while_a_finalizer_runs_is_raised_after_it(
         Dying()
         time.sleep(30)
     assert not job.printed
+
+
+@pytest.mark.parametrize(("number", "kind", "text"), RAISED)
+def test_what_a_signal_raises_while_something_unraisable_is_told_is_raised_after_it(
+    job: Any, number: signal.Signals, kind: type[BaseException], text: str
+) -> None:
+    def tell(lost: Any) -> None:
+        signal.raise_signal(number)
+        job.printed.append(lost)
+
+    class Dying:
+        def __del__(self) -> None:
+            raise ValueError("a bug of the user's")
+
+    sys.unraisablehook.__self__.previous = tell  # type: ignore[attr-defined]
+    with pytest.raises(kind, match=text):
+        Dying()
+        time.sleep(30)
+    assert len(job.printed) == 1
 
 
 @pytest.mark.parametrize(("number", "kind", "text"), RAISED)

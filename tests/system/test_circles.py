@@ -15,6 +15,7 @@ LINE = r"tests/system/jobs/circles.py:\d+, in"
 FORMS = {
     "a callback": ("state_dict", "on_step_end", "train", 2),
     "a full queue": ("state_dict", "on_step_end", "train", 2),
+    "batches that look other": ("predict", "on_step_end", "train", 2),
     "after training": ("predict", "main", "train", 2),
     "one state_dict more": ("state_dict", "main", "train", 2),
     "an own loop": ("state_dict", "own_loop", "backward", 3),
@@ -86,6 +87,14 @@ def test_a_worker_that_leaves_ends_the_job_at_once(what: str):
     heard = "\n".join(job.lines_of("worker 0"))
     assert re.search(r"\[graphsplit\] worker 0 ended because .*worker 1", heard), heard
     assert "worker 0 ended because" not in job.output
+
+
+def test_a_call_in_a_thread_is_told_once():
+    job = end_of("a thread", workers=2)
+    told = [line for line in job.lines_of("worker 1") if "is called while another thread" in line]
+    assert len(told) == 2, job.output  # that it ended, and the error as Python prints it
+    assert "ended because of an error in a thread" in told[0]
+    assert "another thread is in train() at tests/system/jobs/circles.py:" in told[1]
 
 
 def test_a_child_that_a_callback_forks_ends_as_any_other_process():

@@ -168,7 +168,22 @@ def test_the_fifth_size_of_batches_tells_of_dynamic_dims():
         seen.note(Mode.CALL, sizes[4])
     for signature in sizes:  # told once; and what was said to change is no news
         seen.note(Mode.PREDICT, signature)
+    for signature in sizes[1:]:
         told.note(Mode.PREDICT, signature)
+
+
+def test_many_plans_for_sizes_of_one_are_told_that_they_are_planned_apart():
+    """Boxes of a detector, as a list: each of them may be one."""
+    counts = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2)]
+    batches = [[torch.zeros(n, 4) for n in of_images] for of_images in counts]
+    signatures = [Signature.of((batch, {})) for batch in batches]
+    new, told = SizesSeen({}), SizesSeen({0: 9})
+    with pytest.warns(UserWarning, match=r"\{0: 4\}\), .* makes one plan for all but those with a"):
+        for signature in signatures:
+            new.note(Mode.TRAIN, signature)
+    with pytest.warns(UserWarning, match=r"Fix: dynamic_dims leaves out sizes of 1, .*; pad the"):
+        for signature in signatures:
+            told.note(Mode.TRAIN, signature)
 
 
 def test_explain_gives_seconds_and_the_worker_that_bounds_the_step():

@@ -112,6 +112,31 @@ def test_a_loss_beside_logits():
     everywhere(script, (losses, right / 20))
 
 
+class OfTasks(WithLoss):
+    """Returns a mapping, as a network of several tasks does."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss, scores = super().forward(inputs, labels)
+        return {"loss": loss, self.name: scores}
+
+
+@pytest.mark.parametrize("name", ["logits", "classes"])
+def test_accuracy_finds_logits_in_a_mapping(name: str):
+    def script(place: bool = True) -> Any:
+        net = OfTasks(place=place)
+        net.name = name
+        return gs.Model(net, metrics={"A": gs.metrics.Accuracy()}).eval(as_mappings())
+
+    net = WithLoss(place=False).eval()
+    if name == "logits":
+        right = sum(int((net(**b)[1].argmax(1) == b["labels"]).sum()) for b in as_mappings())
+        everywhere(script, {"A": right / 20})
+        return
+    told = r"found dict of 'loss', 'classes' and \[8\]\n  Fix: .*call them 'logits' in a mapping"
+    with pytest.raises(ConfigurationError, match=told):
+        script()
+
+
 def test_eval_of_nothing_is_an_error():
     def script() -> Any:
         return model_of(metrics={"A": gs.metrics.Accuracy()}).eval([])

@@ -15,6 +15,7 @@ from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.errors import CollectiveMismatchError, FrameError
 from graphsplit.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
@@ -140,3 +141,65 @@ def test_a_weight_that_each_call_computes_is_that_of_the_call():
     )
     for found in cluster.run():
         assert difference(expected, found) is None
+
+
+def two_alike() -> tuple[gs.Model, gs.Model]:
+    """Models of the same shape, each with a plan."""
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+        put(net, "0", "1", place=True)
+        made.append(gs.Model(net, nn.MSELoss(), adam(net)))
+    for model in made:
+        model.train_step(torch.ones(8, 2), ONES)
+    return made[0], made[1]
+
+
+CALLS = {
+    "state_dict": lambda model, folder: model.state_dict(),
+    "optimizer_state_dict": lambda model, folder: model.optimizer_state_dict(),
+    "a file": lambda model, folder: model.state_dict(to=folder / "weights.safetensors"),
+    "save": lambda model, folder: model.save(folder / "saved"),
+}
+
+
+@pytest.mark.parametrize("is_recoverable", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_states_of_models_in_another_order_are_not_mixed(
+    call: str, is_recoverable: bool, tmp_path: Path
+):
+    def script(rank: int) -> None:
+        models = two_alike()
+        for model in models if rank != 1 else models[::-1]:
+            CALLS[call](model, tmp_path)
+
+    told = r"worker 0 gathers the state of another gs.Model than worker 1, which has that of Seq"
+    with pytest.raises(CollectiveMismatchError, match=told):
+        ThreadCluster(script, 2, is_recoverable=is_recoverable).run()
+
+
+def test_calls_of_models_in_another_order_say_so():
+    def script(rank: int) -> None:
+        models = two_alike()
+        models[0].predict(torch.ones(8, 2))
+        for model in models if rank != 1 else models[::-1]:
+            model.predict(torch.ones(8, 2))
+
+    with pytest.raises(FrameError, match=r"it may be in a call of another gs.Model\n  Fix: every"):
+        ThreadCluster(script, 2, is_recoverable=False).run()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_save_to_another_folder_on_one_worker_is_refused(trains: bool, tmp_path: Path):
+    def script(rank: int) -> None:
+        judging, _ = models(place=True)
+        if trains:
+            judge_all(judging)
+        judging.save(tmp_path / f"{rank}", gather=True)
+        judging.save(tmp_path / f"at {rank}")
+
+    told = rf"worker 0 saves to '{tmp_path}/at 0', worker 1 to '{tmp_path}/at 1': neither"
+    with pytest.raises(CollectiveMismatchError, match=told):
+        ThreadCluster(script, 2, is_recoverable=False).run()
+    assert gs.latest_checkpoint(tmp_path) == tmp_path / "0"

@@ -312,6 +312,8 @@ def test_a_metric_that_there_will_not_be_is_found_before_the_first_step(
     with pytest.raises(ConfigurationError, match="watches 'Los', but there is no metric at all"):
         train_with(gs.callbacks.LossMonitor(every=1), gs.callbacks.EarlyStopping("Los"))
     assert capsys.readouterr().out == ""
+    with pytest.raises(ConfigurationError, match="there is 'Loss'; did you mean 'Loss'"):
+        gs.callbacks.EarlyStopping("loss").check_watched(["Loss"])
     own = Metrics()
     train_with(own, gs.callbacks.EarlyStopping("Own"))
     assert own.num_steps == 3

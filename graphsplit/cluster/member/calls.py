@@ -22,6 +22,7 @@ from graphsplit.text import cut_end, encodable
 
 _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]
+_Calls = tuple[_Call, int]  # the last of some, and how many they are
 T = TypeVar("T")
 
 _IN_METRIC = (
@@ -61,7 +62,7 @@ class CallHistory:
         self._refusal = ""
         self._process = os.getpid()
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
-        self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
+        self._state: tuple[int, int, tuple[_Calls, ...], tuple[_Call, ...]] = (0, 0, (), ())
 
     def around(self, calls: T) -> T:
         """The same methods, each of which is noted under its name as a call of all workers."""
@@ -133,8 +134,7 @@ class CallHistory:
             )
         self._thread = thread
         call = (name, milestones, _caller(sys._getframe(1), self._skipped))
-        latest = (*latest[1 - limits.MAX_CALLS :], call)
-        self._state = (num + 1, milestones, latest, (*within, call))
+        self._state = (num + 1, milestones, _joined(latest, call), (*within, call))
 
     def end(self) -> None:
         """The call that began last is over."""
@@ -151,7 +151,7 @@ class CallHistory:
         if not self.is_kept:
             return CallsMade()
         num, milestones, latest, within = self._state
-        told = tuple(_told(*call) for call in latest)
+        told = tuple(_told(*call, times) for call, times in latest)
         return CallsMade(num, milestones, told, _told(*within[-1]) if within else None)
 
 
@@ -182,7 +182,24 @@ def _caller(frame: FrameType | None, skipped: tuple[str, ...]) -> _Where:
     return None if frame is None else (frame.f_code, frame.f_lineno)
 
 
-def _told(name: str, milestones: int, where: _Where) -> CallMade:
+def _joined(latest: tuple[_Calls, ...], call: _Call) -> tuple[_Calls, ...]:
+    """With one call more; those of its name since the same milestones are one with it.
+
+    So a loop of such calls on one worker forgets nothing of what the others have made.
+    """
+    times = 1
+    for index in range(len(latest) - 1, -1, -1):
+        (name, milestones, _), before = latest[index]
+        if milestones != call[1]:
+            break
+        if name == call[0]:
+            times += before
+            latest = latest[:index] + latest[index + 1 :]
+            break
+    return (*latest[1 - limits.MAX_CALLS :], (call, times))
+
+
+def _told(name: str, milestones: int, where: _Where, times: int = 1) -> CallMade:
     line = "" if where is None else line_at(*where)
     shown = "".join(char if char.isprintable() else "?" for char in encodable(line))
-    return CallMade(name, cut_end(shown, limits.MAX_PLACE_CHARS), milestones)
+    return CallMade(name, cut_end(shown, limits.MAX_PLACE_CHARS), milestones, times)

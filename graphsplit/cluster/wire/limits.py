@@ -47,6 +47,8 @@ GRACE_S = 0.3
 # How long what a worker saw of another one waits for news of that one itself. Links between two
 # processes break a moment before, or after, anybody else knows why.
 SEEN_GRACE_S = 1.0
+# The same for a message that was not expected: the sender's next heartbeat tells its calls.
+ODD_GRACE_S = 1.3
 # How long everyone may take to leave after an abort or a release.
 LEAVE_TIMEOUT_S = 5.0
 # How long a connection may stay without registering.

@@ -183,11 +183,13 @@ class CallMade:
         name: What was called: ``"state_dict"``; ``END_OF_SCRIPT`` when there is nothing more.
         source: The user's line.
         milestones: How many the worker had passed before.
+        times: How many calls of that name since these milestones; it is the last of them.
     """
 
     name: Name
     source: PlaceText = ""
     milestones: Count = 0
+    times: Count = 1
 
 
 END_OF_SCRIPT = "the end of the script"
@@ -205,7 +207,7 @@ class CallsMade:
     Attributes:
         num: How many calls it has made.
         milestones: How many batches and meetings of all workers it has been through.
-        latest: Its latest calls, in order.
+        latest: Its latest calls, in order; those of one name between two milestones as one.
         within: The innermost call that it is in, if any.
     """
 

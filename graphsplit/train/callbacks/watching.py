@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import meant
 from graphsplit.train.callbacks.base import Callback, RunContext
 from graphsplit.train.callbacks.usual import print_line
 
@@ -56,7 +57,8 @@ class _Best(Callback):
         if isinstance(self._metric, str) and self._metric not in names:
             raise ConfigurationError(
                 f"{type(self).__name__} watches {self._metric!r}, but there is "
-                f"{', '.join(map(repr, names)) or 'no metric at all'}\n"
+                f"{', '.join(map(repr, names)) or 'no metric at all'}"
+                f"{meant(self._metric, names, {})}\n"
                 f"  Fix: name a metric of the Model, and pass train(..., validation=loader)."
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -34,6 +35,12 @@ class Callback(gs.callbacks.Callback):
             return
         if is_due("a callback") or is_due("a full queue"):
             context.model.state_dict()
+        if is_due("batches that look other"):
+            context.model.predict(BATCH[0])
+        if is_due("a thread"):
+            thread = threading.Thread(target=context.model.state_dict)
+            thread.start()
+            thread.join()
         if is_due("sys.exit"):
             sys.exit(0)
         if is_due("os._exit"):

@@ -36,14 +36,18 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
 def _compare_calls(job: JobState, worker: Worker) -> None:
     """End the job if two workers wait that have made different calls.
 
-    Where any two differ, one of them differs from the first worker.
+    Where any two differ, one of them differs from the first worker. One that was sent what it did
+    not expect has failed anyway: the other may be at work, a call further on.
     """
-    if job.phase is not JobPhase.RUNNING or not job.roster.is_full or not _waits(job, worker):
+    if job.phase is not JobPhase.RUNNING or not job.roster.is_full:
         return
     first = job.roster.in_order[0]
     others = job.roster.in_order if worker is first else (first,)
     for other in others:
-        call = diverging_call(worker.calls, other.calls) if _waits(job, other) else None
+        is_stuck = _waits(job, worker) and _waits(job, other)
+        if not is_stuck and not (_is_at_odds(job, worker) or _is_at_odds(job, other)):
+            continue
+        call = diverging_call(worker.calls, other.calls)
         if call is not None:
             calls_of = {one.rank: one.calls for one in job.roster}
             ending.fail(job, FailureCause("disagreement", describe_divergence(call, calls_of)))
@@ -52,8 +56,11 @@ def _compare_calls(job: JobState, worker: Worker) -> None:
 
 def _waits(job: JobState, worker: Worker) -> bool:
     is_meeting = job.gathering.meeting.waits_at(worker.rank) is not None
-    has_odd_message = job.liveness.suspicion.has_odd_message(worker.rank)
-    return is_meeting or has_odd_message or worker.location.waits_for is not None
+    return is_meeting or _is_at_odds(job, worker) or worker.location.waits_for is not None
+
+
+def _is_at_odds(job: JobState, worker: Worker) -> bool:
+    return job.liveness.suspicion.has_odd_message(worker.rank)
 
 
 def note_failure(job: JobState, worker: Worker, failed: Failed, *, is_present: bool) -> None:

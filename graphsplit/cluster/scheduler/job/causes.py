@@ -86,8 +86,9 @@ def stands_still(worker: Worker, waiting: FailureCause, timeout_s: float) -> Fai
 
 def stalled(missing: Sequence[Worker], arrival: Arrive, timeout_s: float) -> FailureCause:
     """Some workers did not come to a meeting, and make no progress either."""
+    ranks = join_numbers(worker.rank for worker in missing)
     message = (
-        f"workers {join_numbers(worker.rank for worker in missing)} did not come to "
+        f"worker{'s' if len(missing) > 1 else ''} {ranks} did not come to "
         f"{arrival.meeting_name}, where the others wait, and made no progress for {timeout_s:g} s "
         f"(MS_RECEIVE_MSG_TIMEOUT)\n"
         f"  Fix: if they really need longer, raise MS_RECEIVE_MSG_TIMEOUT"

@@ -37,12 +37,14 @@ def _is_instead(instead: CallMade, call: CallMade, mine: CallsMade, theirs: Call
 
 def _lacks(calls: CallsMade, call: CallMade, owner: CallsMade) -> bool:
     """Whether a worker has not made a call that another one is in, as far back as is known."""
-    is_known = calls.num <= len(calls.latest) or calls.latest[0].milestones < call.milestones
+    num_known = sum(one.times for one in calls.latest)
+    is_known = calls.num <= num_known or calls.latest[0].milestones < call.milestones
     return is_known and _count(calls, call) < _count(owner, call)
 
 
 def _count(calls: CallsMade, call: CallMade) -> int:
-    return sum((one.name, one.milestones) == (call.name, call.milestones) for one in calls.latest)
+    place = (call.name, call.milestones)
+    return sum(one.times for one in calls.latest if (one.name, one.milestones) == place)
 
 
 def call_of_some(found: CallMade, calls_of: Mapping[int, CallsMade]) -> CallMade:
@@ -107,6 +109,6 @@ def _place(calls: CallsMade) -> str:
 
 def _group(place: str, ranks: Iterable[int]) -> str:
     found = list(ranks)
-    is_one = len(found) == 1
-    who = "worker" if is_one else "workers"
-    return f"{who} {join_numbers(found, most=8)} {'is' if is_one else 'are'} {place}"
+    if len(found) == 1:
+        return f"worker {found[0]} is {place}"
+    return f"workers {join_numbers(found, most=8)} are {place.replace(' its ', ' their ')}"

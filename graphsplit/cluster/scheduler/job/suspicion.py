@@ -16,7 +16,7 @@ first::
 
 from __future__ import annotations
 
-from graphsplit.cluster.wire.limits import GRACE_S, SEEN_GRACE_S
+from graphsplit.cluster.wire.limits import GRACE_S, ODD_GRACE_S, SEEN_GRACE_S
 from graphsplit.failure import FailureCause
 
 _SEEN, _LOST, _DID = 1, 2, 3
@@ -59,7 +59,7 @@ class Suspicion:
         ]
 
     def _add(self, strength: int, cause: FailureCause, now: float) -> None:
-        deadline = now + _GRACE_S[strength]
+        deadline = now + (ODD_GRACE_S if cause.is_odd_message else _GRACE_S[strength])
         self._deadline = min(self._deadline, deadline) if self._known else deadline
         self._known.append((strength, cause))
 
