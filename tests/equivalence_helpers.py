@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from simulated.equivalence import assert_same_bits
-from simulated.scattered import Scattered
+from simulated.scattered import scattered
 from simulated.simulate import Captures
 from torch import nn
 
@@ -123,19 +123,9 @@ def assert_same_wherever_placed(
         options: Of ``assert_same_bits``.
     """
     base = captures or Captures()
-    for seed in some_of(placements):
-        workers = num_workers_of(seed)
-        try:
-            assert_same_bits(
-                make_network,
-                batches,
-                num_workers=workers,
-                loss_fn=loss_fn,
-                captures=Scattered(base, seed=seed, num_workers=workers),
-                **options,
-            )
-        except AssertionError as error:
-            raise AssertionError(f"placement {seed} over {workers} workers: {error}") from error
+    chosen = [(seed, num_workers_of(seed)) for seed in some_of(placements)]
+    first, *others = scattered(base, chosen)
+    assert_same_bits(make_network, batches, beside=others, loss_fn=loss_fn, **{**first, **options})
 
 
 class KeptByWeakReference:

@@ -10,7 +10,7 @@ import torch
 from equivalence_helpers import batches_of, num_workers_of, rows_against_target
 from pass_helpers import captured, placed
 from simulated.equivalence import assert_same_bits
-from simulated.scattered import Scattered
+from simulated.scattered import scattered
 from simulated.simulate import Captures
 from torch import nn
 
@@ -115,16 +115,11 @@ class Opened(Captures):
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_operations_of_branches_keep_their_bits_wherever_they_are(body: Body) -> None:
-    opened = Opened()
-    for seed in (1, 2, 5):
-        workers = num_workers_of(seed)
-        assert_same_bits(
-            lambda: Net(body),
-            batches_of(6, 3, num=3),
-            num_workers=workers,
-            loss_fn=rows_against_target,
-            captures=Scattered(opened, seed=seed, num_workers=workers),
-        )
+    first, *others = scattered(Opened(), [(seed, num_workers_of(seed)) for seed in (1, 2, 5)])
+    batches = batches_of(6, 3, num=3)
+    assert_same_bits(
+        lambda: Net(body), batches, beside=others, loss_fn=rows_against_target, **first
+    )
 
 
 def apart(net: Any) -> None:

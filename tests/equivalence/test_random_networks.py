@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import Scattered, batches_of, rows_against_target, splitting_all
+from equivalence_helpers import batches_of, rows_against_target, splitting_all
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from simulated.equivalence import assert_same_bits
+from simulated.scattered import scattered
 from simulated.simulate import Captures
 from torch import nn
 
@@ -299,15 +300,14 @@ def test_random_networks_cut_at_random(
     placements: list[tuple[int, int]],
 ) -> None:
     assume(runs_in_eager(network, batch, microbatches))
-    base = Captures()
+    first, *others = scattered(Captures(), placements)
     with splitting_all():
-        for seed, num_workers in placements:
-            assert_same_bits(
-                lambda: RandomNetwork(network),
-                batches_of(batch, WIDTH, WIDTH),
-                num_workers=num_workers,
-                loss_fn=rows_against_target,
-                captures=Scattered(base, seed=seed, num_workers=num_workers),
-                microbatches=microbatches,
-                schedule=schedule,
-            )
+        assert_same_bits(
+            lambda: RandomNetwork(network),
+            batches_of(batch, WIDTH, WIDTH),
+            beside=others,
+            loss_fn=rows_against_target,
+            microbatches=microbatches,
+            schedule=schedule,
+            **first,
+        )

@@ -18,28 +18,32 @@ from simulated.simulate import SimulatedCluster, SimulatedWorker
 
 
 class Comparison:
-    """One step of the loop and of the workers.
+    """The loop and the workers, each time that both have gone on.
 
     Args:
-        when: Which step, for errors.
+        name: What errors call the workers.
         reference: The loop.
         cluster: The workers.
     """
 
-    def __init__(self, when: str, reference: EagerLoop, cluster: SimulatedCluster) -> None:
-        self._when = when
+    def __init__(self, name: str, reference: EagerLoop, cluster: SimulatedCluster) -> None:
+        self._name = self._when = name
         self._reference = reference
         self._cluster = cluster
         self._has_loss_fn = reference.loss_fn is not None
 
-    def train(self, batch: Any, schedulers: Sequence[Any]) -> None:
+    def begin(self, when: str) -> None:
+        """Say where the loop and the workers are, for errors."""
+        self._when = f"{self._name}: {when}" if self._name else when
+
+    def train(self, expected: torch.Tensor, batch: Any, schedulers: Sequence[Any]) -> None:
         """Train on a batch; compare the loss, and the state of everything.
 
         Args:
+            expected: The loss in the loop, which has trained on the batch.
             batch: As a loader yields it.
             schedulers: The learning rate scheduler of each worker, or None.
         """
-        expected = self._reference.train_step(copy.deepcopy(batch))
         arguments = self._arguments(batch)
         losses = self._cluster.train_step(arguments, batch=copy.deepcopy(batch))
         for worker, loss in zip(self._cluster.workers, losses, strict=True):
@@ -47,27 +51,24 @@ class Comparison:
             scheduler = schedulers[worker.rank]
             if scheduler is not None:
                 scheduler.step()
-        self._compare_state()
+        self.compare_state()
 
-    def evaluate(self, batch: Any, *, predicts: bool) -> None:
-        """Compare eval loss and outputs, what predict returns, and that they left no trace."""
-        expected = self._reference.evaluate(copy.deepcopy(batch))
+    def evaluate(self, expected: Any, batch: Any) -> None:
+        """Compare eval loss and outputs."""
         self._same("eval", expected, self._cluster.evaluate(batch))
-        if predicts:
-            self._predict(batch)
-        self._compare_state()
 
-    def _predict(self, batch: Any) -> None:
-        predicted = self._reference.predict(copy.deepcopy(batch))
+    def predict(self, expected: Any, batch: Any) -> None:
+        """Compare what predict returns."""
         args, kwargs = self._arguments(batch)
         args = args[:-1] if self._has_loss_fn else args
         for rank, outputs in enumerate(self._cluster.predict((args, kwargs))):
-            self._same(f"predict on worker {rank}", predicted, outputs)
+            self._same(f"predict on worker {rank}", expected, outputs)
 
     def _arguments(self, batch: Any) -> Arguments:
         return split_batch(copy.deepcopy(batch), has_loss_fn=self._has_loss_fn)
 
-    def _compare_state(self) -> None:
+    def compare_state(self) -> None:
+        """Compare all that training has left."""
         workers = self._cluster.workers
         held = [named_state(worker.task.network, worker.task.loss_fn) for worker in workers]
         for name, tensor in named_state(self._reference.network, self._reference.loss_fn).items():

@@ -15,7 +15,7 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Training:
         recompute: What backward runs again: everything, or the modules with these paths.
         before_step: ``before_step(step, network, loss_fn)``: what the script changes before a step,
             in the loop and on every worker.
+        name: What errors call this cluster.
     """
 
     num_workers: int
@@ -106,6 +107,7 @@ class Training:
     schedule: str | Policy = "1f1b"
     recompute: bool | tuple[str, ...] = False
     before_step: Callable[[int, nn.Module, Any], None] | None = None
+    name: str = ""
 
     def loop(self, start: _Start) -> EagerLoop:
         """The plain loop."""
@@ -157,7 +159,11 @@ class Training:
 
 
 def assert_same_bits(
-    make_network: Callable[[], nn.Module], batches: Sequence[Any], **options: Any
+    make_network: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    *,
+    beside: Sequence[Mapping[str, Any]] = (),
+    **options: Any,
 ) -> SimulatedCluster:
     """Check that training over workers gives the bytes of the plain eager loop.
 
@@ -169,10 +175,12 @@ def assert_same_bits(
         make_network: Makes the network; called once for the loop and once per worker, each time
             from the same seed.
         batches: Batches as a loader yields them, used in turn.
+        beside: Of each further cluster, the options in which it differs; the loop is the same, and
+            runs once for all of them.
         options: The attributes of ``Training``; ``num_workers`` has no default.
 
     Returns:
-        The simulated cluster after the last step.
+        The simulated cluster after the last step; of several, the first.
 
     Raises:
         AssertionError: Something differs; names the first difference.
@@ -185,19 +193,32 @@ def assert_same_bits(
         training.make_scheduler,
         training.seed,
     )
-    reference, workers = training.loop(start), training.workers(start)
-    cluster = training.cluster(workers)
+    reference = training.loop(start)
+    tried = [_Tried.of(replace(training, **own), start, reference) for own in ({}, *beside)]
     num_steps = len(batches) if training.steps is None else training.steps
     evaluated = training.evaluate_after
     for step in range(num_steps):
         batch = batches[step % len(batches)]
         if training.before_step is not None:
-            _change(step, training.before_step, reference, cluster)
-        comparison = Comparison(f"step {step}", reference, cluster)
-        comparison.train(batch, workers.schedulers)
+            _change(step, training.before_step, reference, [one.cluster for one in tried])
+        loss = reference.train_step(copy.deepcopy(batch))
+        for one in tried:
+            one.comparison.begin(f"step {step}")
+            one.comparison.train(loss, batch, one.workers.schedulers)
         if step in ((num_steps - 1,) if evaluated is None else evaluated):
-            comparison.evaluate(batch, predicts=training.plan_everywhere or _predicts())
-    return cluster
+            _evaluate(reference, batch, tried, training.plan_everywhere or _predicts())
+    return tried[0].cluster
+
+
+def _evaluate(reference: EagerLoop, batch: Any, tried: Sequence[_Tried], predicts: bool) -> None:
+    """Compare eval loss and outputs, what predict returns, and that they left no trace."""
+    expected = reference.evaluate(copy.deepcopy(batch))
+    predicted = reference.predict(copy.deepcopy(batch)) if predicts else None
+    for one in tried:
+        one.comparison.evaluate(expected, batch)
+        if predicts:
+            one.comparison.predict(predicted, batch)
+        one.comparison.compare_state()
 
 
 def _predicts() -> bool:
@@ -213,12 +234,12 @@ def _change(
     step: int,
     change: Callable[[int, nn.Module, Any], None],
     reference: EagerLoop,
-    cluster: SimulatedCluster,
+    clusters: Sequence[SimulatedCluster],
 ) -> None:
     """Let the script change what it likes before a step, in the loop and on every worker."""
     with reference.own_generator():
         change(step, reference.network, reference.loss_fn)
-    for worker in cluster.workers:
+    for worker in (worker for cluster in clusters for worker in cluster.workers):
         with worker.active():
             change(step, worker.task.network, worker.task.loss_fn)
 
@@ -261,6 +282,22 @@ class _Workers:
         self.schedulers.append(scheduler)
         scaler = self.make_scaler() if self.make_scaler is not None else None
         return self.make_task(network, loss_fn, optimizer, scaler=scaler)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """One of the clusters that are compared with the loop."""
+
+    cluster: SimulatedCluster
+    workers: _Workers
+    comparison: Comparison
+
+    @classmethod
+    def of(cls, training: Training, start: _Start, reference: EagerLoop) -> _Tried:
+        """The cluster of some options, as it begins."""
+        workers = training.workers(start)
+        cluster = training.cluster(workers)
+        return cls(cluster, workers, Comparison(training.name, reference, cluster))
 
 
 def _show_gradients(cluster: SimulatedCluster, show: Callable[[nn.Module], None]) -> None:

@@ -1,9 +1,9 @@
 """Placements of single operations, drawn at random.
 
-    captures = Captures()                                   # captured once, placed many times
-    for seed in range(10):
-        assert_same_bits(make_network, batches, num_workers=3, loss_fn=loss_fn,
-                         captures=Scattered(captures, seed=seed, num_workers=3))
+    first, *others = scattered(Captures(), [(seed, 3) for seed in range(10)])
+    assert_same_bits(make_network, batches, loss_fn=loss_fn, **first, beside=others)
+
+The network is captured once, and trained once in the plain loop, whatever the number of placements.
 
 Nobody places a model like that; what keeps its bits even so keeps them under any placement.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
+from typing import Any
 
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
@@ -56,3 +58,20 @@ class Scattered(Captures):
                 node = dataclasses.replace(node, annotation=Annotation(worker, "scattered"))
             nodes.append(node)
         return dataclasses.replace(captured, nodes=tuple(nodes))
+
+
+def scattered(base: Captures, placements: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The options of a cluster for each placement.
+
+    Args:
+        base: Where the graphs come from.
+        placements: The seed of each, and its number of workers.
+    """
+    return [
+        {
+            "num_workers": num_workers,
+            "captures": Scattered(base, seed=seed, num_workers=num_workers),
+            "name": f"placement {seed} over {num_workers} workers",
+        }
+        for seed, num_workers in placements
+    ]

@@ -29,15 +29,14 @@ def adamw(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(network.parameters(), lr=0.01)
 
 
-def check(model: ZooModel, captures: Captures, kind: str, sizes: tuple[int, ...]) -> None:
+def check(model: ZooModel, captures: Captures, *kinds: tuple[str, tuple[int, ...]]) -> None:
+    """Compare a model under some kinds of placement, each over numbers of workers."""
     batches = batches_by(model.batch)
-    for name, num_workers, options in placements(captures, kind, sizes):
-        try:
-            assert_same_bits(
-                model.make, batches, num_workers=num_workers, make_optimizer=adamw, **options
-            )
-        except Exception as error:
-            raise AssertionError(f"{model.name}, {name}: {error}") from error
+    first, *others = [own for kind, sizes in kinds for own in placements(captures, kind, sizes)]
+    try:
+        assert_same_bits(model.make, batches, make_optimizer=adamw, beside=others, **first)
+    except Exception as error:
+        raise AssertionError(f"{model.name}: {error}") from error
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_a_model_keeps_its_bits(name: str, kind: str, captures_of: dict[str, Cap
     if name not in captures_of:
         captures_of.clear()  # the models before it are done
         captures_of[name] = Captures()
-    check(MODELS[name], captures_of[name], kind, SIZES[kind])
+    check(MODELS[name], captures_of[name], (kind, SIZES[kind]))
 
 
 @pytest.mark.zoo
@@ -69,9 +68,7 @@ def test_a_model_that_branches_on_values_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.quick])
 def test_a_sample_of_the_zoo_keeps_its_bits(name: str) -> None:
-    captures = Captures()
-    check(MODELS[name], captures, "layers", (3,))
-    check(MODELS[name], captures, "operations", (2,))
+    check(MODELS[name], Captures(), ("layers", (3,)), ("operations", (2,)))
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from simulated.scattered import Scattered
+from simulated.scattered import scattered
 from simulated.simulate import Captures
 from torch import nn
 
@@ -15,10 +15,8 @@ KINDS = ("one", "layers", "modules", "operations")
 SEEDS = range(2)
 
 
-def placements(
-    captures: Captures, kind: str, sizes: Sequence[int]
-) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Name, number of workers, and the options of ``assert_same_bits``.
+def placements(captures: Captures, kind: str, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The options of ``assert_same_bits`` for each placement.
 
     Args:
         captures: Where graphs are kept: a model is captured once for all its placements.
@@ -27,16 +25,16 @@ def placements(
         sizes: Numbers of workers.
     """
     for size in sizes:
+        options = {"num_workers": size, "captures": captures, "name": f"{kind} over {size}"}
         if kind == "layers":
-            yield f"layers over {size}", size, {"place": by_layer(size), "captures": captures}
+            yield {**options, "place": by_layer(size)}
         elif kind == "modules":
-            yield f"modules over {size}", size, {"place": by_module(size), "captures": captures}
+            yield {**options, "place": by_module(size)}
         elif kind == "operations":
-            for seed in SEEDS:
-                scattered = Scattered(captures, seed=10 * size + seed, num_workers=size)
-                yield f"operations over {size}, seed {seed}", size, {"captures": scattered}
+            seeds = [(10 * size + seed, size) for seed in SEEDS]
+            yield from ({**own, "place": None} for own in scattered(captures, seeds))
         else:
-            yield "one worker", 1, {"captures": captures}
+            yield {**options, "place": None}
 
 
 def by_layer(num_workers: int) -> Place:
