@@ -47,6 +47,7 @@ from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
 from graphsplit.planning.recordings import Match, Recordings, requires_grad_of
 from graphsplit.planning.task import (
     Task,
+    check_held,
     check_trained,
     describe_optimizers,
     module_annotations,
@@ -252,6 +253,7 @@ class Planner:
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
+            check_held(self._task, mode, found.recording.graph.constants.values())
             self._overlapping = overlapping(self.tensors())  # tensors may be buffers since
             number, plans = found.recording.number, found.recording.plans
             text = f"recording {number}\n" if plans == number else f"as {plans}\n"

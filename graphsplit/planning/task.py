@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from graphsplit.batches.microbatches import Divider
-from graphsplit.capture.graph import LOSS_PATH
+from graphsplit.capture.graph import LOSS_PATH, Mode
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import ConfigurationError
 from graphsplit.marks.annotations import Annotation, annotations_of
+from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.optimizers.update import UpdateRules
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import (
@@ -141,6 +142,29 @@ def check_trained(task: Task) -> None:
                 f"net nor in loss_fn, the first of shape {list(unknown[0].shape)}\n"
                 f"  Fix: make the optimizer from net.parameters(), after the last change to net; "
                 f"pass the module that has them as loss_fn, not a function around it."
+            )
+
+
+def check_held(task: Task, mode: Mode, constants: Iterable[torch.Tensor]) -> None:
+    """Refuse to train a parameter that forward uses, and that is in no module any more.
+
+    Args:
+        task: Has the optimizers.
+        mode: Of the step: only one of training trains.
+        constants: What the captured graph holds besides parameters and buffers.
+    """
+    if mode is not Mode.TRAIN:
+        return
+    known = {id(tensor) for tensor in named_state(task.network, task.loss_fn).values()}
+    held = {constant.data_ptr() for constant in constants if constant.numel()}
+    for parameter in (p for o in task.optimizers for g in o.param_groups for p in g["params"]):
+        if id(parameter) in known or is_elsewhere(parameter) or not parameter.requires_grad:
+            continue
+        if parameter.data_ptr() in held:
+            raise ConfigurationError(
+                f"forward uses a parameter of shape {list(parameter.shape)} that the optimizer "
+                f"trains, and that is in no module of net or loss_fn any more\n"
+                f"  Fix: keep the module that has it as an attribute of a module in net."
             )
 
 

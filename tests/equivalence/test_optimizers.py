@@ -305,6 +305,34 @@ def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
         same_over_three(make_optimizer=lambda net: torch.optim.SGD(other.parameters(), lr=0.1))
 
 
+class Keeping(Tower):
+    """Uses a layer by a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = {"second": self.second}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.third(torch.relu(self.layers["second"](self.first(x))))
+        return made
+
+
+def test_a_trained_layer_that_is_taken_out_and_used_all_the_same_is_refused() -> None:
+    def take_out(step: int, net: Any, loss_fn: Any) -> None:
+        if step == 1:
+            net.second = nn.Identity()
+
+    with pytest.raises(ConfigurationError, match=r"\[8, 8\] that the optimizer trains"):
+        assert_same_bits(
+            Keeping,
+            batches_of(4, 8),
+            num_workers=1,  # of several, one may say that the value lives elsewhere
+            loss_fn=rows_against_target,
+            before_step=take_out,
+            plan_everywhere=True,
+        )
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
