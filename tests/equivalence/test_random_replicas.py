@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from hypothesis import assume, event
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from test_random_networks import (
 )
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.errors import PlacementError
 
 STATEFUL = "averaging"  # its buffers are read by more than their updates: refused, see below
@@ -51,8 +53,37 @@ def placing(seed: int, num_workers: int, parts: int) -> Callable[[nn.Module], No
     return place
 
 
-def made(network: tuple[Step, ...], *, ties: bool, freezes: bool) -> RandomNetwork:
+class Head(nn.Module):
+    """A loss with parameters, and with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.drop = nn.Linear(WIDTH * WIDTH, 1), nn.Dropout(0.2)
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.line(self.drop(outputs.flatten(1))).squeeze(1), target)
+
+
+def more_options(chosen: random.Random) -> dict[str, Any]:
+    """What else a script may ask for, any of it together."""
+    found: dict[str, Any] = {
+        "clip": chosen.choice([None, gs.clip.GlobalNorm(0.05), gs.clip.Value(0.01)]),
+        "set_to_none": chosen.random() < 0.7,
+        "loss_fn": chosen.choice([rows_against_target, Head()]),
+    }
+    if chosen.random() < 0.3:
+        found["make_scaler"] = lambda: torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    if chosen.random() < 0.3:
+        found["loss_weight"] = lambda x, target: float(target.abs().sum()) + 1
+    return found
+
+
+def made(
+    network: tuple[Step, ...], *, ties: bool, freezes: bool, hooks: bool = False
+) -> RandomNetwork:
     net = RandomNetwork(network)
+    if hooks:
+        net.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     linear = [one for one in net.layers if isinstance(one, nn.Linear)]
     if ties and linear:
         linear[-1].weight = net.first.weight
@@ -74,6 +105,8 @@ def made(network: tuple[Step, ...], *, ties: bool, freezes: bool) -> RandomNetwo
     schedule=st.sampled_from(["1f1b", "gpipe", "zero_bubble"]),
     ties=st.booleans(),
     freezes=st.booleans(),
+    hooks=st.booleans(),
+    more=st.integers(0, 10_000),
     placements=st.lists(
         st.tuples(st.integers(0, 10_000), st.sampled_from([2, 3, 4, 8])), min_size=2, max_size=2
     ),
@@ -88,18 +121,20 @@ def test_random_networks_on_random_replicas(
     schedule: str,
     ties: bool,
     freezes: bool,
+    hooks: bool,
+    more: int,
     placements: list[tuple[int, int]],
 ) -> None:
     batch = parts + over  # some microbatches have a row more than others
-    assume(runs_in_eager(network, batch, parts))
+    short = random.Random(more).randint(1, batch)  # the last batch: some replicas may have nothing
+    assume(all(runs_in_eager(network, rows, parts) for rows in (batch, short)))
     captures = Captures()
     for seed, num_workers in placements:
         try:
             assert_same_bits(
-                lambda: made(network, ties=ties, freezes=freezes),
-                batches_of(batch, WIDTH, WIDTH),
+                lambda: made(network, ties=ties, freezes=freezes, hooks=hooks),
+                [*batches_of(batch, WIDTH, WIDTH), *batches_of(short, WIDTH, WIDTH, num=1)],
                 num_workers=num_workers,
-                loss_fn=rows_against_target,
                 place=placing(seed, num_workers, parts),
                 captures=captures,
                 microbatches=parts,
@@ -108,6 +143,7 @@ def test_random_networks_on_random_replicas(
                 accumulate=2 if by == "microbatch" else 1,
                 accumulate_by=by,
                 schedule=schedule,
+                **more_options(random.Random(more)),
             )
         except PlacementError as error:
             assert str(error).startswith("replicas ")
