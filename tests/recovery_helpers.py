@@ -513,7 +513,7 @@ class _Captures:
         graph = _capture_graph(task, mode, signature, lift=lift, answers=answers)
         if graph.asks or answers:  # of one worker alone: each has its answers
             return graph
-        if not lift and not keeps_tensors(graph.state.changes):  # of its network alone
+        if not lift and not keeps_tensors(graph.state):  # of its network alone
             self._graphs[key] = graph
         return graph
 

@@ -106,7 +106,7 @@ class _Step(nn.Module):
         ):
             run = partial(self._run, self.network, self.loss_fn)
             found = asking.run(lambda: run(*args, **kwargs))
-        leaves, structure = take_apart(found)
+        leaves, structure = take_apart(self._watch.with_handed(found))
         self._note((questions, structure))
         return buffers.copy_in(leaves)
 
@@ -152,7 +152,8 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
     found: list[_Found] = []
-    watch = StateWatch(request.lift, request.answers)
+    hands_out = request.mode.keeps_outputs_home
+    watch = StateWatch(request.lift, request.answers, hands_out=hands_out)
     step = _Step(request, found.append, watch)
     with _only_recording(request):
         recorded = record_program(step, request.network, _how_to_export(step, request, watch))
@@ -167,7 +168,7 @@ def _ending_in_a_question(
 ) -> tuple[CaptureRequest, Recorded]:
     """A recording as a call that leaves nothing behind: its output is the value asked for."""
     mode = Mode.CALL if request.mode.records_gradients else Mode.LOOK
-    state = replace(recorded.state, changes=())
+    state = replace(recorded.state, changes=(), handed=())
     return replace(request, mode=mode, loss=None), replace(recorded, state=state)
 
 

@@ -16,6 +16,7 @@ from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.distribute.calls import Call, steps_behind
 from graphsplit.distribute.following.casts import casting_dtype
 from graphsplit.distribute.following.forms import Following
+from graphsplit.distribute.methods import need_whole_gradient
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
 from graphsplit.distribute.workers.asking import numbers_behind, tell
@@ -110,6 +111,9 @@ class _Wanted:
                 "backward of values that live on one worker and ordinary tensors together\n"
                 "  Fix: call backward on their sum."
             )
+        for one in () if inputs is None else map(as_value, _listed(inputs)):
+            if isinstance(one, LoopValue):
+                need_whole_gradient(one, "a gradient was asked for (inputs)")
         gradient = gradient if grad_tensors is None else grad_tensors
         given = [None] * len(several) if gradient is None else _listed(gradient)
         ends = None if inputs is None else _listed(inputs)

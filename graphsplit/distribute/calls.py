@@ -145,7 +145,15 @@ class Call:
             )
             for node, tensor in zip(nodes, found, strict=True)
         }
-        return unflatten_outputs(graph, values, arguments, self.plan.numbers)
+        if graph.has_gradients:
+            uses = self.plan.plan.gradient_uses
+            for node, value in values.items():
+                value.goes_on = bool(uses.get(node))
+        outputs = unflatten_outputs(graph, values, arguments, self.plan.numbers)
+        if graph.state.handed:
+            outputs, left = outputs
+            loop.left.put(graph.state.handed, left)
+        return outputs
 
     def give_later(self, gradients: Sequence[torch.Tensor | None], loop: Loop) -> dict[int, Any]:
         """Move what later uses of inputs gave to where its sum goes on; those that are here."""

@@ -72,9 +72,25 @@ def _length(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return args[0].shape[0]
 
 
+def need_whole_gradient(value: LoopValue, asked: str) -> None:
+    """Refuse what asks for a whole gradient, of which the script's own graph has a part.
+
+    Raises:
+        ConfigurationError: The network that made the value has gone on from it.
+    """
+    if value.goes_on:
+        raise ConfigurationError(
+            f"{asked} for a value that a network hands out, and goes on from itself: the gradient "
+            f"that comes through the network ends at its edge\n"
+            f"  Fix: distribute the part before the value and the part after it, each by itself, "
+            f"and call the one on what the other returns."
+        )
+
+
 def _hooked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hooks are given what the script holds of a gradient."""
     value, hook = args
+    need_whole_gradient(value, "a hook (register_hook)")
 
     def run(gradient: torch.Tensor) -> torch.Tensor | None:
         given = LoopValue.of(gradient, value.home, value.loop, ("gradient of", value.number))
@@ -86,6 +102,8 @@ def _hooked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _retained(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     value = as_value(args[0])
+    if isinstance(value, LoopValue):
+        need_whole_gradient(value, "retain_grad()")
     func(value.whole if isinstance(value, LoopValue) else value)
 
 

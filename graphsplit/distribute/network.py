@@ -183,6 +183,8 @@ class Distributed:
                 f"{name} was made by a backward, as torch.utils.checkpoint does\n"
                 f"  Fix: use torch.utils.checkpoint inside the network's forward."
             )
+        if self._loop.left.values:
+            self._loop.left.take_out()
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
@@ -208,7 +210,10 @@ class Distributed:
                 make_copies(others, lambda name: mark_of(tensors[name], self._loop))
             self._loop.num_calls += self.task.network.training
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
-            return call.outputs(together(inputs), self._loop)
+            found = call.outputs(together(inputs), self._loop)
+            if self._loop.left.values:
+                self._loop.left.put_back()
+            return found
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""

@@ -19,7 +19,7 @@ from graphsplit.distribute.following.casts import casting_dtype, refuse_cached_c
 from graphsplit.distribute.following.one_step import shape_after
 from graphsplit.distribute.following.operands import from_last, taken_apart, written
 from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
-from graphsplit.distribute.workers.asking import AskedValue, ask, follow
+from graphsplit.distribute.workers.asking import AskedValue, ask, follow, refuse_inside
 from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
 from graphsplit.distribute.workers.twins import Twin, is_shared
 from graphsplit.errors import ConfigurationError
@@ -60,6 +60,7 @@ class LoopValue(torch.Tensor):
         number: Its own number, as errors show it; the same on all workers.
         mark: What tells it from other values, likewise.
         parts: Of a single number with a history, the single numbers that it was made of.
+        goes_on: Whether the network that made it has gone on from it: its whole gradient is there.
     """
 
     graphsplit_is_global: ClassVar[bool] = True
@@ -70,6 +71,7 @@ class LoopValue(torch.Tensor):
     number: Number
     mark: int
     parts: Sequence[LoopValue]
+    goes_on: bool
 
     @staticmethod
     def of(
@@ -84,7 +86,7 @@ class LoopValue(torch.Tensor):
         made: LoopValue = make_wrapper(LoopValue, inner)
         made.held, made.home, made.loop, made.number = inner, home, loop, number
         made._known, made._copies, made._is_fixed, made.parts = None, {}, False, ()
-        made._before = None
+        made._before, made.goes_on = None, False
         made.mark = zlib.crc32(repr(number).encode()) if mark is None else mark
         return made
 
@@ -335,6 +337,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         mark = zlib.crc32(repr((name, [value.mark for value in values], taken)).encode())
         number = mark
     result, draws = run_or_follow(func, name, inside, together, key, is_here=loop.rank == home)
+    if loop.is_calling and any(map(torch.is_tensor, pytree.tree_leaves(result))):
+        refuse_inside(loop, name)
     if draws:
         _take_generator(loop, home)
     known = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loop_helpers import Distribute, Loop
+from loop_helpers import Distribute, Loop, placed
 from torch import nn
 from torch.nn import functional
 
@@ -280,8 +280,28 @@ def averaged(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield early.state_dict(), late.state_dict(), target.state_dict(), net.state_dict()
 
 
+def similar(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Pairs of views that are told from all others by their direction, under autocast."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+    net = distribute(placed(net, [net[0], net[2]], ranks))
+    optimizer, scaler = torch.optim.Adam(net.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+    mask = torch.eye(8, dtype=torch.bool)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = functional.normalize(net(torch.randn(8, 8)), dim=1)
+            scores = (found @ found.T)[~mask].view(8, 7) / 0.1
+            loss = functional.cross_entropy(scores, torch.arange(3, 11) % 7)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        yield loss.item(), scores.argmax(1).tolist()
+    yield net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
     usual,
+    similar,
     several,
     language,
     resumed,

@@ -14,7 +14,6 @@ from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from several_networks import Twice
 from torch.nn.functional import normalize
-from torch.nn.utils import prune
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import graphsplit as gs
@@ -338,14 +337,14 @@ def test_a_sampler_of_one_share_is_told_its_epochs() -> None:
 
 
 def test_a_value_of_the_script_that_the_network_holds_is_refused() -> None:
-    def pruning(rank: int) -> None:
-        net = gs.distribute(small([0, 1, 0]))
-        net(torch.ones(6, 8))
-        prune.l1_unstructured(net.second, "weight", 0.3)  # type: ignore[no-untyped-call]
+    def scaling(rank: int) -> None:
+        net, held = gs.distribute(small([0, 1, 0])), []
+        net.second.register_forward_hook(lambda m, i, o: o * held[0] if held else None)
+        held.append(net(torch.ones(6, 8)).mean().detach())
         net(torch.ones(6, 8))
 
     with pytest.raises(gs.errors.ConfigurationError, match="inside a call of a network") as caught:
-        ThreadCluster(pruning, 2, is_recoverable=False).run()
+        ThreadCluster(scaling, 2, is_recoverable=False).run()
 
     assert "Fix: hold it in a buffer" in str(caught.value)
 

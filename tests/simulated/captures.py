@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
 
 from graphsplit.capture.python.guards import PythonState
 from graphsplit.capture.state.kept_value import KeptValue
-from graphsplit.guards.changes import Change
 from graphsplit.guards.check import Guards
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import any_leaf, freeze, is_plain
@@ -28,12 +26,12 @@ def plain_attributes(root: nn.Module) -> str:
     return repr(list(found))
 
 
-def keeps_tensors(changes: Iterable[Change]) -> bool:
-    """Whether something among what a step leaves belongs to one network's buffers."""
-    return any(
+def keeps_tensors(state: PythonState) -> bool:
+    """Whether something among what a step leaves belongs to one network's buffers, or script."""
+    return bool(state.handed) or any(
         one.place.kind is PlaceKind.BUFFER
         or any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue))
-        for one in changes
+        for one in state.changes
     )
 
 

@@ -83,7 +83,7 @@ class Captures:
             if moved.state.guards.hold():
                 return moved
         graph = capture_graph(task, mode, signature, lift=lift)
-        if not lift and not keeps_tensors(graph.state.changes):  # of its network alone
+        if not lift and not keeps_tensors(graph.state):  # of its network alone
             self._graphs[key] = graph
         return graph
 

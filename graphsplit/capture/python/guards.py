@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from graphsplit.capture.python.answers import Answers, Asking
 from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
+from graphsplit.capture.state.handed import Handed
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
 from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
@@ -70,11 +71,13 @@ class PythonState:
         guards: All that it read.
         changes: All that it changed.
         lifted: The numbers that are operands of the graph.
+        handed: What the script is handed beside the outputs, in their order.
     """
 
     guards: Guards
     changes: tuple[Change, ...] = ()
     lifted: Lifted = field(default_factory=Lifted)
+    handed: tuple[Handed, ...] = ()
 
 
 NO_STATE = PythonState(Guards(()))
@@ -86,6 +89,7 @@ class StateWatch:
     Args:
         lift: Places whose numbers are to be lifted.
         answers: What tensors were found to hold, for code that asks them.
+        hands_out: Whether the script is handed the tensors that the code leaves in Python.
 
     Attributes:
         may_ask: Whether there are any answers.
@@ -94,8 +98,15 @@ class StateWatch:
         replaced: Attributes of modules with a tensor in whose place another one is left.
     """
 
-    def __init__(self, lift: Sequence[Place] = (), answers: Answers | None = None) -> None:
+    def __init__(
+        self,
+        lift: Sequence[Place] = (),
+        answers: Answers | None = None,
+        *,
+        hands_out: bool = False,
+    ) -> None:
         self._lift = tuple(lift)
+        self._hands_out = hands_out
         self.may_ask = answers is not None
         self.answers = Answers() if answers is None else answers
         self._follows_all = False
@@ -217,7 +228,7 @@ class StateWatch:
                 run_again.check()
                 iterators.check()
                 if assigned is not None:
-                    self._kept.settle(recorder.noted, assigned)
+                    self._kept.settle(recorder.noted, assigned, hands_out=self._hands_out)
             except (
                 OwnershipError
             ):  # it may be that of something that is kept, in a place not known to
@@ -278,6 +289,11 @@ class StateWatch:
                 if isinstance(value, CONTAINERS) and held.get(name) is not value:
                     held[name] = value
 
+    def with_handed(self, outputs: Any) -> Any:
+        """Outputs, with what the code has left for the script, if anything."""
+        handed = [one.value for one in self._kept.handed]
+        return (outputs, handed) if handed else outputs
+
     def noted(self) -> tuple[Noted, ...]:
         """All places that were read or written, once the recording is over."""
         return tuple(self._recorder.noted.values()) if self._recorder is not None else ()
@@ -324,7 +340,8 @@ class StateWatch:
             lifted=self._lifted.places,
             with_switches=True,
         )
-        return PythonState(guards, self._changes, self._lifted)
+        handed = tuple(replace(one, value=None) for one in self._kept.handed)
+        return PythonState(guards, self._changes, self._lifted, handed)
 
     def _check_parameters(self, module: nn.Module, label: str) -> None:
         before = self._parameters.get(id(module), parameters_of(module))

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
+from graphsplit.capture.state.handed import Handed, put_leaves
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
@@ -36,7 +37,6 @@ from graphsplit.guards.values import (
     any_leaf,
     freeze,
     put_back,
-    put_into,
     with_leaves,
 )
 from graphsplit.guards.visitor import Noted
@@ -163,6 +163,7 @@ class KeptTensors:
         self._before: list[tuple[Place, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands for state
         self._reforms: list[Assigned] = []
+        self.handed: list[Handed] = []
 
     def bring_in(self) -> None:
         """Put what stands for parameters and buffers into the places that hold them."""
@@ -175,7 +176,7 @@ class KeptTensors:
             value = freeze(place.read())
             if any_leaf(value, lambda leaf: id(leaf) in standing):
                 self._before.append((place, value))
-                _put(place, with_leaves(value, lambda leaf: standing.get(id(leaf), leaf)))
+                put_leaves(place, with_leaves(value, lambda leaf: standing.get(id(leaf), leaf)))
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take tensors without values that stand in places for none that code has left."""
@@ -198,12 +199,15 @@ class KeptTensors:
         """The tensor that a place holds while nothing is recorded; anything else as it is."""
         return self._real[id(leaf)][1] if id(leaf) in self._real else leaf
 
-    def settle(self, noted: Mapping[Any, Noted], assigned: AssignedBuffers) -> None:
+    def settle(
+        self, noted: Mapping[Any, Noted], assigned: AssignedBuffers, *, hands_out: bool
+    ) -> None:
         """Have what was left copied into buffers, and put these where it was left.
 
         Args:
             noted: The places that code has read or written.
             assigned: Told of the copies.
+            hands_out: Whether the script is handed what was left.
 
         Raises:
             KeepsTensorsError: Buffers are missing, or have not the values that the user has put
@@ -218,6 +222,9 @@ class KeptTensors:
             and (identity in self._places or not may_be_a_buffer(one.first, one.place))
         }
         left = [item for one in places.values() for item in _left_in(one)]
+        to_hand = [item for item in left if hands_out and id(item.value) not in self._real]
+        if hands_out:
+            left = _read_again(left, places.values())
         not_kept = self._not_kept(left)
         names = self._named([item for item in left if id(item.value) not in not_kept])
         wanted, unknown = self._wanted(left, names), self.unknown(noted)
@@ -228,7 +235,10 @@ class KeptTensors:
             raise KeepsTensorsError(wanted, unknown, shared, forms)
         self._reforms = reforms
         buffers = buffers_of(self._network)
-        final: dict[int, Any] = {}
+        final: dict[int, Any] = {
+            id(item.value): self._without_buffer(item.label, "is that of the latest call")
+            for item in to_hand
+        }
         for item in left:
             name = names.get(id(item.value))
             if name is not None:
@@ -240,11 +250,12 @@ class KeptTensors:
                 final[id(item.value)] = self._without_buffer(item.label, why)
             else:
                 final[id(item.value)] = self.real_of(item.value)
+        self.handed = [Handed(i.place, final[id(i.value)], i.value) for i in to_hand]
         known = _places.setdefault(self._network, {}) if places else {}
         for identity, one in places.items():
             known[identity] = one.place
             value = freeze(one.place.read())
-            _put(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
+            put_leaves(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
 
     def _is_own(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer is a copy that nobody else holds."""
@@ -398,7 +409,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         if not isinstance(buffer, StandIn):  # its value lives on another worker
             with torch.no_grad():
                 buffer.copy_(one.old)
-        _put(
+        put_leaves(
             one.place,
             with_leaves(
                 freeze(one.place.read()), partial(_instead, one.old, stand_ins.get(name, buffer))
@@ -447,6 +458,13 @@ def may_be_a_buffer(old: Any, place: Place) -> bool:
     )
 
 
+def _read_again(left: Iterable[_Left], places: Iterable[Noted]) -> list[_Left]:
+    """Those that are left where code may look for them at the next call."""
+    read = {id(one.place) for one in places if one.is_read}
+    values = {id(item.value) for item in left if id(item.place) in read}
+    return [item for item in left if id(item.value) in values]
+
+
 def _left_in(one: Noted) -> Iterator[_Left]:
     before = {label: leaf for leaf, label in _leaves(one.first, one.place.label)}
     for leaf, label in _leaves(freeze(one.place.read()), one.place.label):
@@ -476,10 +494,3 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
         dtype=tensor.dtype,
         device=tensor.device,
     ).zero_()
-
-
-def _put(place: Place, mapped: Any) -> None:
-    there = place.read()
-    now = put_into(mapped, there)
-    if now is not there:
-        place.write(now)

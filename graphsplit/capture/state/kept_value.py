@@ -56,3 +56,8 @@ class KeptValue(StandIn):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"<{getattr(self, _LABEL)}: kept with the network>"
+
+
+def label_of(value: KeptValue) -> str:
+    """The place whose tensor it stands for, for people."""
+    return str(getattr(value, _LABEL))

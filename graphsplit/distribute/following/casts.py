@@ -80,7 +80,7 @@ def follow_casts(
         leaves: Its operands, tensors as shapes.
         together: Puts arguments together from operands.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # as torch makes some numbers in backward
 
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

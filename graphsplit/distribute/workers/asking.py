@@ -79,7 +79,7 @@ class AskedValue:
 
 
 def refuse_inside(loop: Loop, what: str) -> None:
-    """Refuse a question inside a call of a network, where each worker does other things.
+    """Refuse what is asked or computed inside a call of a network: each worker does other things.
 
     Raises:
         ConfigurationError: A network runs forward.

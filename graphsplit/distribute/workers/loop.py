@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.workers.here import WITHOUT_PLACE, FromOutside, Here
+from graphsplit.distribute.workers.left_values import LeftValues
 from graphsplit.distribute.workers.twins import Twins
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
@@ -58,6 +59,7 @@ class Loop:
         unsent: Sends others the numbers that they wait for, of the backward under way.
         untold: Learns the numbers of others.
         twins: Values of which parameters of other workers have copies.
+        left: What calls have left in Python for the script.
         given: The modules whose buffers were set to values, by the module's id and the name.
     """
 
@@ -74,6 +76,7 @@ class Loop:
         self.unsent: Callable[[], None] | None = None
         self.untold: Callable[[], None] | None = None
         self.networks: list[weakref.ref[nn.Module]] = []
+        self.left = LeftValues()
         self.given: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
         self._totals: dict[int, torch.Tensor] | None = None
 
