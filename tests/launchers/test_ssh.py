@@ -29,6 +29,7 @@ from launched_jobs import (
     parent_of,
     pids_of_workers,
     processes_of,
+    said_alone,
     started,
 )
 from matrix.network.namespaces import why_not as why_not_namespaces
@@ -45,7 +46,6 @@ pytestmark = [
 REFUSED_WITHIN_S = 10.0
 NODE_TIMEOUT_S = 15.0
 NOTICED_WITHIN_S = 10.0 + 20.0  # a launcher's shortest patience, and a busy machine
-CAPTURED = {"capture_output": True, "text": True, "check": True, "timeout": 120.0}
 COUNTED_CLIENT = Path(__file__).with_name("counted_client.py")
 OF_HERE = (" graphsplit run ", "counted_client", "ssh -F")
 UNASKED = (">Alive", "<Alive", "<Wrote", "<Beat", "<Over", "<GivenUp", ">Ended", ">Signal")
@@ -404,9 +404,7 @@ def test_a_job_recovers_from_a_host_that_vanishes(
         pytest.skip(f"left out: {why_not_namespaces()}")
     own, goes_on = of_the_test(tmp_path), policy == "go_on"
     steps = {"STEPS": "60"}
-    plain = [sys.executable, *script]
-    alone = subprocess.run(plain, env=environment(tmp_path, **steps), **CAPTURED)  # type: ignore[call-overload]
-    learned = alone.stdout.splitlines()[-1]
+    learned = said_alone(Path(script[0]), *script[1:], **steps)[-1]
     kept = {"GS_SNAPSHOT_EVERY": "2", "MS_NODE_TIMEOUT": "5", "GS_RECOVERY": policy, **steps}
     if policy == "restart":
         kept |= {"GS_SNAPSHOT_DISK_EVERY": "2", "MS_RECOVERY_PATH": str(tmp_path / "kept")}
