@@ -14,7 +14,7 @@ import ctypes
 import enum
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -98,9 +98,12 @@ def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
     if isinstance(value, BUFFERS):
         return Frozen(value, content=_content(value))
     inside = (*_inside, id(value))
-    keys = tuple(keys_of(value)) if is_mapping(value) else ()
-    items = tuple(items_of(value))  # at once: what frees a tensor may change a dictionary meanwhile
-    return Frozen(value, tuple([freeze(item, inside) for item in items]), keys)
+    # At once: what frees a tensor, or another thread, may change a dictionary meanwhile.
+    pairs = tuple(_pairs_of(value)) if is_mapping(value) else ()
+    items = tuple([item for _, item in pairs]) if is_mapping(value) else tuple(items_of(value))
+    return Frozen(
+        value, tuple([freeze(item, inside) for item in items]), tuple([key for key, _ in pairs])
+    )
 
 
 def is_mapping(value: Any) -> bool:
@@ -128,6 +131,11 @@ def values_of(value: Any) -> ValuesView[Any]:
     """The values of a mapping, likewise."""
     held = holder_of(value)
     return _order_of(held).values(held)
+
+
+def _pairs_of(value: Any) -> ItemsView[Any, Any]:
+    held = holder_of(value)
+    return _order_of(held).items(held)
 
 
 def items_of(value: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,3 +112,18 @@ def test_what_is_written_past_the_class_is_put_back_and_plain_values_are_left_by
     assert network.layer._flat_weights is flat
     assert all(map(operator.is_, flat, network.layer.parameters()))
     assert [str(change) for change in graph.state.changes] == ["net.number from (nothing) to 3"]
+
+
+def test_a_dictionary_that_grows_while_it_is_looked_at_keeps_keys_and_values_together() -> None:
+    growing: dict[Any, int] = {"first": 0}
+
+    def grow(*_: object) -> None:  # as another thread may, between any two lines
+        growing[len(growing)] = len(growing)
+
+    sys.setprofile(grow)
+    try:
+        found = freeze(growing)
+    finally:
+        sys.setprofile(None)
+    assert len(growing) > len(found.items) > 1
+    assert [key for key in found.keys if key != "first"] == list(found.items[1:])
