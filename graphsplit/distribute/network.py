@@ -24,7 +24,7 @@ from graphsplit.distribute.following.casts import casting_dtype
 from graphsplit.distribute.following.operands import taken_apart
 from graphsplit.distribute.given_buffers import take_over_given, watch_buffers
 from graphsplit.distribute.parameters import Gradients, mark_of
-from graphsplit.distribute.states import state_of
+from graphsplit.distribute.states import check_alike, state_of
 from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value
 from graphsplit.distribute.workers.loop import Loop
@@ -146,6 +146,7 @@ class Distributed:
         self._loop = Loop.of(job)
         self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
+        self._index = len(self._loop.networks)
         self._loop.networks.append(weakref.ref(task.network))
         forget = weakref.finalize(task.network, self._loop.forget, str(id(self)))
         forget.atexit = False
@@ -219,10 +220,15 @@ class Distributed:
         """The whole state, on every worker."""
         if self.kept is not None:
             return copy.copy(self.kept)
-        found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
+        found: dict[str, Any] = self._within("state_dict", self._gathered)
         tensors = self._tensors()
         as_copies(found, lambda name: mark_of(tensors.get(name), self._loop), tensors)
         return found
+
+    def _gathered(self) -> dict[str, Any]:
+        if self.owners():  # else each worker has all of it
+            check_alike(self._job, f"network {self._index}", type(self.task.network).__name__)
+        return self.calls.state_dict()
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return named_state(self.task.network, None)

@@ -15,7 +15,7 @@ from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.parameters import mark_of
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.errors import CollectiveMismatchError, ConfigurationError, OwnershipError
 from graphsplit.frames import is_users
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
@@ -28,6 +28,25 @@ Owners = Callable[[], Mapping[int, int]]
 # Kept alive by the hooks of the optimizer, which they know.
 _states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerState]]
 _states = weakref.WeakKeyDictionary()
+
+
+def check_alike(job: Job, told: str, name: str) -> None:
+    """Refuse that workers gather the states of different networks or optimizers. Collective.
+
+    Args:
+        job: The workers.
+        told: What tells it from others, on all workers alike.
+        name: How errors call it.
+
+    Raises:
+        CollectiveMismatchError: They do: what they make together would be a mixture.
+    """
+    if job.control.share(told) != told:
+        raise CollectiveMismatchError(
+            f"worker 0 gathers another state than worker {job.rank}, which has that of {name}\n"
+            f"  Fix: every worker calls state_dict() of several networks and optimizers in the "
+            f"same order."
+        )
 
 
 class OptimizerState:
@@ -50,6 +69,7 @@ class OptimizerState:
         self.kept: Any = None
         self.owned: Any = None
         self.settled_at = -1
+        self._told = f"{type(optimizer).__name__} of {_first_place(optimizer, Loop.of(job))}"
         optimizer.register_state_dict_pre_hook(self._put_whole)
         optimizer.register_state_dict_post_hook(self._put_back)
         optimizer.register_load_state_dict_post_hook(drop_others)
@@ -59,6 +79,7 @@ class OptimizerState:
 
         def run() -> Any:
             with self._job.reporting(), DisableTorchFunctionSubclass():
+                check_alike(self._job, self._told, type(optimizer).__name__)
                 # It may still hold parameters of layers that were taken out of the network.
                 held = {str(id(p)): p for p in parameters_of(optimizer)}
                 known = self._job.owners.known(held)
@@ -76,6 +97,17 @@ class OptimizerState:
         loop = Loop.of(self._job)
         for entries in state["state"].values():
             as_copies(entries, lambda name: mark_of(None, loop))
+
+
+def _first_place(optimizer: torch.optim.Optimizer, loop: Loop) -> tuple[int, int] | None:
+    """In which of the loop's networks an optimizer's first parameter is, and where there."""
+    places = {
+        id(parameter): (index, position)
+        for index, network in enumerate([reference() for reference in loop.networks])
+        for position, parameter in enumerate(() if network is None else network.parameters())
+    }
+    found = (places[id(p)] for p in parameters_of(optimizer) if id(p) in places)
+    return next(found, None)
 
 
 def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> OptimizerState:

@@ -109,6 +109,23 @@ def test_questions_that_do_not_fit_together_are_an_error_with_both_lines(
     assert all(text in told for text in texts), told
 
 
+@pytest.mark.parametrize("of_optimizers", [False, True], ids=["networks", "optimizers"])
+def test_states_in_another_order_on_one_worker_are_an_error_and_no_mixture(
+    of_optimizers: bool,
+) -> None:
+    def run(rank: int) -> Any:
+        nets = [gs.distribute(small([0, 1, 0])) for _ in range(2)]
+        optimizers = [torch.optim.Adam(net.parameters()) for net in nets]
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net(torch.ones(6, 8)).sum().backward()
+            optimizer.step()
+        both: list[Any] = optimizers if of_optimizers else nets
+        return [one.state_dict() for one in (both if rank else both[::-1])]
+
+    with pytest.raises(CollectiveMismatchError, match="in the same order"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
+
+
 def test_one_worker_alone_adds_numbers_that_all_know_and_that_live_on_two() -> None:
     def run(rank: int) -> Any:
         torch.manual_seed(3)
