@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+
+_MOST_SAMPLED = 4096  # of larger tensors a part is looked at
+
 CPU = "cpu"
 ALIGNMENT = 64  # bytes, as of torch's own allocations
 
@@ -199,6 +203,16 @@ def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # A tensor of one element may have any stride, and counts as contiguous.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def sample_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a strided tensor; of a large one those of evenly spaced elements."""
+    with DisableTorchFunctionSubclass():
+        tensor = tensor.detach()
+        if tensor.numel() > _MOST_SAMPLED:
+            each = max(1, round(_MOST_SAMPLED ** (1 / tensor.dim())))
+            tensor = tensor[tuple(slice(None, None, max(1, s // each)) for s in tensor.shape)]
+        return octets_of(tensor).numpy().tobytes() if tensor.numel() else b""
 
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

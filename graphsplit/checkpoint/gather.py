@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -19,11 +21,12 @@ from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
-from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides, sample_of
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, storage_of
 from graphsplit.torch_ext.private import pytree
-from graphsplit.torch_ext.stand_ins import as_ordinary
+from graphsplit.torch_ext.stand_ins import StandIn, as_ordinary
 
+_NOT_LOOKED_AT = "-"
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -88,7 +91,7 @@ class StateGatherer:
             StateError: It does not fit, or the network's code refuses it; the same on all workers.
         """
         network = self._task.network
-        named = named_state(network, None)
+        named, given = named_state(network, None), _checksum(state)
         with as_ordinary(_tensors(network), Elsewhere):
             if own_loading(network, with_extra=True):
                 with torch.no_grad():
@@ -103,19 +106,27 @@ class StateGatherer:
                 f"owner is fixed\n  Fix: copy values into it (assign=False), or load before the "
                 f"optimizer is made and the Model first runs."
             )
-        self._agree(error, "the network")
+        self._agree(error, "the network", given)
         return told[0]
 
-    def _agree(self, error: Exception | None, what: str) -> None:
+    def _agree(self, error: Exception | None, what: str, given: str) -> None:
         """Raise the same on all workers, so that a script may catch it on all alike."""
         mine = "" if error is None else f"{type(error).__name__}: {error}"
-        told = self._job.control.exchange(_ADDRESS.sub("0x", mine))
+        found = self._job.control.exchange(f"{given} {_ADDRESS.sub('0x', mine)}")
+        sums, _, told = zip(*(one.partition(" ") for one in found), strict=True)
         if len(set(told)) > 1:
             by_rank = "\n  ".join(f"worker {rank}: {t or 'fine'}" for rank, t in enumerate(told))
             raise ConfigurationError(
                 f"loading a state into {what} ended otherwise on some workers\n  {by_rank}\n"
                 f"  Fix: pass the same state on every worker."
             ) from error
+        if len({*sums} - {_NOT_LOOKED_AT}) > 1:
+            raise ConfigurationError(
+                f"the workers load different values into {what}: each would have its part of "
+                f"another state\n"
+                f"  Fix: pass the same state on every worker; where one writes a file that all "
+                f"read, call gs.barrier() in between."
+            )
         if error is not None:
             raise StateError(f"the state does not fit {what}\n  {mine}") from error
 
@@ -137,6 +148,7 @@ class StateGatherer:
             StateError: It does not fit, or the optimizer's code refuses it; the same on all
                 workers.
         """
+        given = _checksum(state)
         error = _error_of(lambda: optimizer.load_state_dict(dict(state)))
         if error is None:
             loaded = [key for key in optimizer.state if isinstance(key, torch.Tensor)]
@@ -144,7 +156,7 @@ class StateGatherer:
         for parameter in parameters_of(optimizer):
             if self._owner_of.get(id(parameter), self._job.rank) != self._job.rank:
                 optimizer.state.pop(parameter, None)
-        self._agree(error, "the optimizer")
+        self._agree(error, "the optimizer", given)
 
 
 def gather_entries(
@@ -173,6 +185,16 @@ def gather_entries(
     for _, parameter, entries in sorted(found, key=lambda one: one[0]):
         whole[parameter] = entries
     return whole
+
+
+def _checksum(state: Any) -> str:
+    """A checksum of a state's values; none where some of them are not here."""
+    leaves = pytree.tree_leaves(dict(state) if isinstance(state, Mapping) else state)
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    if any(isinstance(one, StandIn) or one.is_meta for one in tensors):
+        return _NOT_LOOKED_AT
+    dense = (one for one in tensors if one.layout is torch.strided and not one.is_quantized)
+    return str(functools.reduce(lambda known, one: zlib.crc32(sample_of(one), known), dense, 0))
 
 
 def _error_of(load: Callable[[], object]) -> Exception | None:

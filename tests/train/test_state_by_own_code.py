@@ -263,6 +263,34 @@ def test_a_state_that_fits_on_one_worker_alone_ends_the_job() -> None:
     assert "Fix: pass the same state on every worker" in str(caught.value)
 
 
+@pytest.mark.parametrize("loaded", ["model", "optimizer", "own loop"])
+def test_values_that_differ_between_workers_are_not_mixed(loaded: str) -> None:
+    def script(rank: int) -> None:
+        torch.manual_seed(0)
+        net, model = made(Net, True)
+        if loaded != "own loop":
+            steps(model)
+        if loaded == "model":
+            state = copy.deepcopy(model.state_dict())
+            state["last.bias"] += rank
+            model.load_state_dict(state)
+        elif loaded == "optimizer":
+            entries = copy.deepcopy(model.optimizer_state_dict())
+            next(iter(entries["state"].values()))["exp_avg"] += rank
+            model.load_optimizer_state_dict(entries)
+        else:
+            net.last.place("MS_WORKER", 0)
+            net = gs.distribute(net)
+            state = copy.deepcopy(net.state_dict())
+            state["last.bias"] += rank
+            net.load_state_dict(state)
+
+    with pytest.raises(gs.errors.ConfigurationError) as caught:
+        ThreadCluster(script, 2, is_recoverable=False).run()
+    assert "the workers load different values into the" in str(caught.value)
+    assert "call gs.barrier() in between" in str(caught.value)
+
+
 def test_a_parameter_that_loading_replaces_is_refused() -> None:
     def replace(net: Net, keys: Any) -> None:
         net.first.weight = nn.Parameter(net.first.weight.detach() * 2)

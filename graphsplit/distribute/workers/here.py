@@ -25,8 +25,7 @@ from graphsplit.frames import line_at, users_frame
 from graphsplit.job.job import Job
 from graphsplit.job.stream import OtherTopicError
 from graphsplit.optimizers.update import MOST_SETTINGS, Settings
-from graphsplit.tensor_meta import octets_of
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.tensor_meta import sample_of
 
 # Numbers and tensors that operations of the script take from outside: each worker has its own.
 #
@@ -35,7 +34,6 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 # a step would mix them, and nobody would see it. So each worker keeps a checksum of all that it
 # met, which goes with messages that are sent anyway.
 _NUMBERS = (type(None), float, bool, int, str, complex)  # the usual ones first
-_MOST_ELEMENTS = 4096  # of larger tensors a part is looked at
 _MOST_NAMED = 8
 _MOST_OPTIMIZERS = 4  # whose settings are told: those that came first into use, of the latest
 
@@ -84,7 +82,7 @@ class FromOutside:
                 found.append(operand)
             elif isinstance(operand, torch.Tensor):
                 if operand.device.type == "cpu" and operand.layout is torch.strided:
-                    self.checksum = zlib.crc32(_sample(operand), self.checksum)
+                    self.checksum = zlib.crc32(sample_of(operand), self.checksum)
                     found.append(operand.shape)
             elif isinstance(operand, _NUMBERS):
                 found.append(operand)
@@ -150,16 +148,6 @@ class FromOutside:
             )
             texts.append(f"{name}({', '.join(shown)})")
         return ", ".join(texts) or "none"
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor; of a large one those of evenly spaced elements."""
-    with DisableTorchFunctionSubclass():
-        tensor = tensor.detach()
-        if tensor.numel() > _MOST_ELEMENTS:
-            each = max(1, round(_MOST_ELEMENTS ** (1 / tensor.dim())))
-            tensor = tensor[tuple(slice(None, None, max(1, s // each)) for s in tensor.shape)]
-        return octets_of(tensor).numpy().tobytes() if tensor.numel() else b""
 
 
 _SUM = (1 << 32) - 1  # of what a message begins with: the checksum, above it the text's size
