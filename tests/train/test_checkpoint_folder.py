@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from graphsplit.checkpoint.disk import files
 from graphsplit.checkpoint.disk import folder as folders
+from graphsplit.encoding.values import to_text
 from graphsplit.errors import CheckpointError, StateError
 
 
@@ -301,6 +303,17 @@ def test_damage_is_noticed_before_anything_is_loaded(tmp_path: Path, name: str) 
     assert_same(other, same)
 
 
+def test_a_bit_of_the_manifest_that_flips_is_noticed(tmp_path: Path) -> None:
+    save(trained(), tmp_path)
+    path, other = tmp_path / "manifest.json", trained(0, seed=5)
+    written = path.read_bytes()
+    for place in range(0, len(written), 7):
+        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        with pytest.raises(CheckpointError):
+            load(other, tmp_path)
+    assert_same(other, trained(0, seed=5))
+
+
 def test_a_file_of_another_save_is_noticed(tmp_path: Path) -> None:
     save(trained(1), tmp_path / "one")
     save(trained(2), tmp_path / "two")
@@ -330,8 +343,11 @@ def test_a_pipe_that_somebody_planted_is_not_waited_for(tmp_path: Path, name: st
 
 
 def edit(path: Path, **changes: Any) -> None:
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, **changes}))
+    """Another manifest, with the checksum that belongs to it."""
+    manifest = {**json.loads(path.read_text()), **changes}
+    node = {k: v for k, v in manifest.items() if k not in ("format", "version", "checksum")}
+    manifest["checksum"] = zlib.crc32(to_text(node).encode())
+    path.write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(

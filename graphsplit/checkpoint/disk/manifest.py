@@ -11,6 +11,7 @@ before: the new manifest replaces the old one, and only then the old files go::
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from graphsplit.checkpoint.disk.files import FileRecord
 from graphsplit.checkpoint.disk.layout import FORMAT_VERSION, check_version
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError, integer
-from graphsplit.encoding.values import from_text
+from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
 from graphsplit.security.private_files import PART
 
@@ -66,7 +67,9 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The text of the file, as an object."""
-        return {"format": FORMAT, "version": FORMAT_VERSION, **records.to_node(self)}
+        node = records.to_node(self)
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "checksum": _checksum(node)}
+        return {**head, **node}
 
     @classmethod
     def read(cls, text: str, *, what: str) -> Manifest:
@@ -75,19 +78,27 @@ class Manifest:
         No name is believed: which names a save's files have follows from two numbers.
 
         Raises:
-            CheckpointError: It is none, or of another version.
+            CheckpointError: It is none, is damaged, or of another version.
         """
         found = from_text(text, what=what)
         if found.pop("format", None) != FORMAT:
             raise CheckpointError(f"{what} is no manifest of a graphsplit training state")
         check_version(found.pop("version", None), what=what)
+        # Saves of before have none; a name that is damaged is not expected there.
+        is_whole = found.pop("checksum", None) in (_checksum(found), None)
         try:
             manifest = records.from_node(cls, found, what=what)
         except MessageError as error:
             raise CheckpointError(str(error)) from None
         if [f.name for f in manifest.files] != expected_names(manifest.slot, manifest.num_shards):
             raise CheckpointError(f"{what} lists files that no save has")
+        if not is_whole:
+            raise CheckpointError(f"{what} is damaged: its checksum differs")
         return manifest
+
+
+def _checksum(node: Mapping[str, Any]) -> int:
+    return zlib.crc32(to_text(node).encode())
 
 
 def expected_names(slot: int, num_shards: int) -> list[str]:
