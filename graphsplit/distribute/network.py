@@ -178,7 +178,8 @@ class Distributed:
         """
         if self._job.is_stopping and not self._job.script.stops_own_loop:
             raise StoppedInOrder
-        name = f"{CALL_OF}{type(self.task.network).__name__}"
+        which = f"network {self._index + 1}, " if self._index else ""
+        name = f"{CALL_OF}{which}{type(self.task.network).__name__}"
         if self._loop.is_in_backward:
             raise ConfigurationError(
                 f"{name} was made by a backward, as torch.utils.checkpoint does\n"

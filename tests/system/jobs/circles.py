@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -70,6 +71,7 @@ def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def own_loop(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    twin = copy.deepcopy(net)
     net = gs.distribute(net)
     for step in range(60):
         outputs = net(BATCH[0])
@@ -81,6 +83,10 @@ def own_loop(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             print(loss.item())  # which all have been told
         if step == 40 and is_due("an own loop that asks"):
             print(accuracy.item())
+        if step == 40 and WHAT == "an own loop of two":
+            both = net, gs.distribute(twin)
+            for one in both[::-1] if is_due(WHAT) else both:
+                print(one(BATCH[0]).sum().item())
         if step == 40 and is_due("an own loop"):  # later than calls are remembered
             net.state_dict()
 

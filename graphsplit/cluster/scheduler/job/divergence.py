@@ -84,6 +84,8 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
             "ask for the value on every worker, as in number = value.item(), and print it on one. "
             "A loss may be asked for on one worker alone once backward() was called on it"
         )
+    elif call.name.startswith(CALL_OF):
+        fix = "call the same networks on every worker, and not below an `if` on the rank"
     else:
         fix = f"call {call.name}() on every worker, and not below an `if` on the rank"
     return (
