@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.torch_ext.attributes import buffers_of, is_module_call
+from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
 from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TorchCalls
-from graphsplit.torch_ext.private import FakeTensorMode, pytree
+from graphsplit.torch_ext.private import FakeTensorMode, TorchDispatchMode, pytree
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
 
@@ -87,11 +86,18 @@ class _Effects(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_any = False
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Asked by torch, which else compiles no branch of ``torch.cond``, now or later."""
+        return True
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Called by torch instead of the operation."""
-        is_one = function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags
+        is_one = operator_schema(function).is_mutable or (
+            torch.Tag.nondeterministic_seeded in function.tags
+        )
         self.has_any |= is_one or "batch_norm" in str(function)  # not all of them say so
         return function(*args, **(kwargs or {}))
 

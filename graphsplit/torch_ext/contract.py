@@ -75,6 +75,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         "torch.utils._python_dispatch",
         "sees each operator (TorchDispatchMode); leaves modes for a moment",
         *("TorchDispatchMode", "_disable_current_modes", "_pop_mode_temporarily"),
+        "TorchDispatchMode.is_infra_mode",
     ),
     *_of(
         "torch.utils._python_dispatch",

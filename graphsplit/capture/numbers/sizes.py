@@ -161,8 +161,9 @@ class DynamicSizes:
             leaves: The flattened arguments; only shapes and strides of tensors are looked at.
             lifted: The values of the lifted numbers.
         """
-        if not all(map(math.isfinite, lifted)):
-            return None  # x - x is 0 for a symbol, and no number for infinity
+        # x - x is 0 for a symbol, and no number for infinity; and a place may hold nothing yet.
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in lifted):
+            return None
         if not all(question.holds(lifted) for question in self.asked):
             return None
         symbols: Symbols = dict(zip(self.lifted, lifted, strict=True))
