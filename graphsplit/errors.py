@@ -1,11 +1,13 @@
 """Every error that graphsplit raises on purpose.
 
 Each message says what happened, where, what was expected against what was found, and how to
-mend it. User mistakes are ``ValueError`` subclasses; things that go wrong while a job runs are
-``RuntimeError`` subclasses.
+mend it. User mistakes are ``ValueError`` subclasses, but for those that a capture finds; things
+that go wrong while a job runs are ``RuntimeError`` subclasses.
 """
 
 from __future__ import annotations
+
+from inspect import ismemberdescriptor
 
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
@@ -26,8 +28,12 @@ class PlacementError(GraphsplitError, ValueError):
     """A ``.place(role, rank)`` cannot be honoured. Lists every fault found, not only the first."""
 
 
-class CaptureError(GraphsplitError, ValueError):
-    """The model cannot be captured as one graph. Names the user's line and the ways out."""
+class CaptureError(GraphsplitError):
+    """The model cannot be captured as one graph. Names the user's line and the ways out.
+
+    It is no ``ValueError``: a script that catches those before the network's own ``RuntimeError``
+    would go another way than in plain PyTorch.
+    """
 
 
 class RaisedInEagerError(CaptureError):
@@ -57,13 +63,18 @@ class RaisedInEagerError(CaptureError):
             "__module__": cls.__module__,
             "__qualname__": CaptureError.__qualname__,
             "__init__": Exception.__init__,  # a user's may want other arguments
-            "__str__": Exception.__str__,  # that of KeyError is another one
+            "__str__": lambda _: text,
         }
         try:
             made: CaptureError = type(CaptureError.__name__, (cls, type(error)), shown)(text)
         except TypeError:  # it is laid out in another way
             return CaptureError(text)
+        for kind in type(error).__mro__:  # what it has in slots, as the number of an OSError
+            for name in filter(lambda name: ismemberdescriptor(vars(kind)[name]), vars(kind)):
+                if kind is not BaseException and hasattr(error, name):
+                    setattr(made, name, getattr(error, name))
         vars(made).update(vars(error), error=error)
+        made.args = error.args
         return made
 
 

@@ -16,7 +16,7 @@ from traceback import FrameSummary, StackSummary, TracebackException
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from graphsplit.errors import GraphsplitError
+from graphsplit.errors import CaptureError, GraphsplitError
 
 # Folders of packages, not their names: a user's own folder may be called torch.
 OWN = f"{Path(__file__).parent}/"
@@ -185,13 +185,14 @@ def _prune(
     frames = keep(shown.stack)
     # An empty stack would still be printed as a headline with nothing below it.
     shown.stack = StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
-    is_a_mistake = isinstance(error, GraphsplitError) and isinstance(error, ValueError)
+    of_own = isinstance(error, GraphsplitError)
+    is_a_mistake = of_own and isinstance(error, ValueError | CaptureError)
     for name in ("__cause__", "__context__"):
         part, origin = getattr(shown, name), getattr(error, name)
         if part is None or origin is None:
             continue
         _prune(part, origin, keep)
-        if is_a_mistake or (isinstance(error, GraphsplitError) and not part.stack):
+        if is_a_mistake or (of_own and not part.stack):
             setattr(shown, name, None)
 
 

@@ -89,6 +89,32 @@ def test_a_bad_batch_may_be_skipped(name: str) -> None:
     assert_as_alone(lambda: train(PlainModel, name, {}), lambda: train(gs.Model, name, {}))
 
 
+class Missing(Net):
+    def check(self, x: torch.Tensor) -> None:
+        if len(x) % 2:
+            raise FileNotFoundError(2, "no such rows", "rows.bin")
+
+
+def sort_out(make: Any) -> list[Any]:
+    """A script that does other things for other errors, in this order."""
+    found: list[Any] = []
+    for net, batch in ((Net(), BAD["width"][1](BATCHES[0])), (Missing(), (INPUTS[0][:3], None))):
+        model = make(net, mse, torch.optim.SGD(net.parameters(), lr=0.05))
+        try:
+            model.train_step(*batch)
+        except ValueError:
+            found.append("a value")
+        except RuntimeError as error:
+            found.append(("a shape", error.args))
+        except OSError as error:
+            found.append((error.errno, error.filename, error.args))
+    return found
+
+
+def test_the_error_takes_the_way_that_eager_modes_takes_through_a_script() -> None:
+    assert_as_alone(lambda: sort_out(PlainModel), lambda: sort_out(gs.Model))
+
+
 def test_so_may_one_of_several_microbatches() -> None:
     """The generator is left where the loop of the documents leaves it, and gradients are reset."""
 
