@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphsplit.capture.numbers.sizes import DynamicSizes
+from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.operations.regions import ORDINARY, Region
 from graphsplit.capture.python.guards import NO_STATE, PythonState
 from graphsplit.capture.state.owned_tensors import Key
@@ -224,6 +225,15 @@ class CapturedGraph:
     def fx_nodes(self) -> dict[str, torch.fx.Node]:
         """The nodes of ``fx_graph`` by name; looked up once for all segments."""
         return {node.name: node for node in self.fx_graph.nodes}
+
+    @cached_property
+    def written_buffers(self) -> frozenset[str]:
+        """Names of the buffers that it modifies in place."""
+        roots = alias_roots(self.fx_graph)
+        operands = {o for node in self.fx_graph.nodes for o in written_operands(node)}
+        written = {root.name for operand in operands for root in roots[operand]}
+        state = (node for node in self.nodes if node.kind is NodeKind.BUFFER)
+        return frozenset(node.target for node in state if node.name in written)
 
     @cached_property
     def draws_from_process(self) -> bool:

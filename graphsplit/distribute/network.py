@@ -214,7 +214,7 @@ class Distributed:
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             found = call.outputs(together(inputs), self._loop)
             if self._loop.left.values:
-                self._loop.left.put_back()
+                self._loop.left.put_back(self.task.network, call.plan.plan.placed.graph)
             return found
 
     def state_dict(self) -> dict[str, Any]:

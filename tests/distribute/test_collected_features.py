@@ -191,6 +191,35 @@ def growing(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield torch.cat(outputs).std().item()
 
 
+def modified(looks: bool) -> Loop:
+    """A running average that the hook modifies in place, and the script looks at or does not."""
+
+    def averaged_in_place(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net, seen = Small(), {}
+        net = distribute(placed(net, [net.first, net.middle, net.last], ranks))
+
+        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> Any:
+            mean = output.detach().mean(0)
+            if "mean" in seen:
+                seen["mean"][:4].mul_(0.9)
+                return output + seen["mean"]
+            seen["mean"] = mean
+            return output
+
+        net.middle.register_forward_hook(hook)
+        for _ in range(4):
+            yield net(torch.randn(6, 5)).sum().item()
+            if looks:
+                yield seen["mean"].tolist()
+
+    return averaged_in_place
+
+
+def test_what_a_call_modifies_in_place_is_not_given_as_it_was() -> None:
+    assert_same_bits(modified(looks=False), 2)
+    assert "is kept with the network, and changes at every step" in raised(modified(looks=True))
+
+
 @pytest.mark.parametrize("loop", [two_in_one, averaged, growing], ids=lambda loop: loop.__name__)
 def test_what_is_left_may_be_shared_read_and_kept(loop: Loop) -> None:
     assert_same_bits(loop, 3)

@@ -11,8 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
+from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.state.handed import Handed, swap
+from graphsplit.capture.state.kept_tensors import stand_ins_of
 from graphsplit.capture.state.kept_value import label_of
 from graphsplit.errors import ConfigurationError
 from graphsplit.guards.places import Place
@@ -55,8 +58,20 @@ class LeftValues:
         for place, _ in held:
             swap(place, instead)
 
-    def put_back(self) -> None:
-        """After a call: the values again, in the places where it has not left others."""
+    def put_back(self, network: nn.Module, graph: CapturedGraph) -> None:
+        """After a call: the values again, in the places where it has not left others.
+
+        A value that the call has modified in place is the network's alone from now on: what stands
+        there says so.
+
+        Args:
+            network: Whose call it was.
+            graph: What it ran.
+        """
+        new = {id(one.stand_in) for one in graph.state.handed}
+        known = stand_ins_of(network)
+        moved_on = {id(known[name]) for name in graph.written_buffers & known.keys()} - new
+        self.values = {n: one for n, one in self.values.items() if id(one[1]) not in moved_on}
         instead = {id(stand_in): value for value, stand_in, _ in self.values.values()}
         for place in self._places.values():
             swap(place, instead)
