@@ -64,8 +64,9 @@ def own_error(
         error: The error.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    calls, effects = _LastCall(fake_mode), _Effects()
-    with _buffers_kept(root):
+    effects = _Effects()
+    calls = _LastCall(fake_mode, effects)
+    with _buffers_kept(root) as is_kept:
         try:
             with fake_mode, effects, calls:
                 given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
@@ -75,7 +76,8 @@ def own_error(
                 return None
             eager = calls.again(other) or other
             text = f"{type(eager).__name__}: {_first_line(eager)}"
-            return OwnError(text, *_where(root, other), eager, is_first=not effects.has_any)
+            is_first = is_kept() and not effects.has_any
+            return OwnError(text, *_where(root, other), eager, is_first=is_first)
     return None
 
 
@@ -109,9 +111,9 @@ class _LastCall(TorchCalls):
     a fake, the operation would be run.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, effects: _Effects) -> None:
         super().__init__()
-        self._fake_mode = fake_mode
+        self._fake_mode, self._effects = fake_mode, effects
         self._error: Exception | None = None
         self._call: tuple[Callable[..., Any], Any] | None = None
 
@@ -119,6 +121,7 @@ class _LastCall(TorchCalls):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if _may_write(function, kwargs):
+            self._effects.has_any = True  # `b.data = ...` is no operation
             to_fake = self._fake_mode.from_tensor
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_fake, (args, kwargs))
         try:
@@ -181,12 +184,20 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _buffers_kept(root: nn.Module) -> Iterator[None]:
-    """Put back the buffers that forward replaces, and the generator."""
+def _buffers_kept(root: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Put back the buffers that forward replaces, and the generator; tells whether it did not."""
     held = [(buffers_of(module), dict(buffers_of(module))) for module in root.modules()]
     generator = torch.default_generator.get_state()
+
+    def is_kept() -> bool:
+        same = all(
+            list(map(id, buffers.values())) == list(map(id, before.values()))
+            for buffers, before in held
+        )
+        return same and torch.equal(generator, torch.default_generator.get_state())
+
     try:
-        yield
+        yield is_kept
     finally:
         torch.default_generator.set_state(generator)
         for buffers, before in held:

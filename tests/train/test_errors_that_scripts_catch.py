@@ -138,12 +138,18 @@ class Counting(Net):
             self.calls += 1
         if self.case == "buffer":
             self.seen += 1
+        if self.case == "assigned":
+            self.seen = self.seen + 1
+        if self.case == "data":
+            self.seen.data = self.seen.data + 1
+        if self.case == "seed":
+            torch.manual_seed(3)
         if self.case == "draws":
             self.drop(x)
         super().check(x)
 
 
-@pytest.mark.parametrize("case", ["python", "buffer", "draws"])
+@pytest.mark.parametrize("case", ["python", "buffer", "assigned", "data", "seed", "draws"])
 def test_an_error_after_something_has_changed_ends_the_job(case: str) -> None:
     def run(rank: int) -> None:
         net = Counting(case)
