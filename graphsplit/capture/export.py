@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.lines import keeping_lines_of, keeping_lines_of_forward
-from graphsplit.capture.nodes import NodeBuilder
+from graphsplit.capture.nodes import NodeBuilder, check_dense
 from graphsplit.capture.normalize.casts import keep_casts
 from graphsplit.capture.normalize.detached import forget_unread_gradients
 from graphsplit.capture.normalize.identities import remove_identities
@@ -151,6 +151,8 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
+    for name, tensor in named_tensors(request.network).items():
+        check_dense(name, tensor)
     found: list[_Found] = []
     hands_out = request.mode.keeps_outputs_home
     watch = StateWatch(request.lift, request.answers, hands_out=hands_out)

@@ -135,11 +135,7 @@ class NodeBuilder:
             self._add_state(fx_node, _STATE_KINDS[spec.kind], str(spec.target), meta)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             value = self._program.constants[str(spec.target)]
-            if value.layout is not torch.strided:
-                raise CaptureError(
-                    f"a tensor that forward holds ({spec.target}) is of layout {value.layout}\n"
-                    f"  Fix: {SPARSE_FIX}"
-                )
+            check_dense(str(spec.target), value)
             self.constants[fx_node.name] = value
             self._append(
                 fx_node, Node(fx_node.name, NodeKind.CONSTANT, str(spec.target), meta=meta)
@@ -385,3 +381,16 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def check_dense(name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor of a network that is not dense.
+
+    Raises:
+        CaptureError: It is sparse; names it.
+    """
+    if value.layout is not torch.strided:
+        raise CaptureError(
+            f"a tensor that the network holds ({name}) is of layout {value.layout}\n"
+            f"  Fix: {SPARSE_FIX}"
+        )

@@ -189,3 +189,22 @@ def test_a_class_of_tensors_with_an_operator_of_its_own_is_refused() -> None:
     net.own = _MultipliesOtherwise(torch.ones(4))
     with pytest.raises(CaptureError, match=r"net\.own is a tensor of class .*which has a __mul__"):
         captured(net, X)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_refused_and_its_parts_are_captured(layout: torch.layout) -> None:
+    whole = torch.eye(2).to_sparse(layout=layout)
+    net = Runs(lambda net, x: torch.sparse.mm(net.adjacency, net.fc(x)).sum())
+    net.register_buffer("adjacency", whole)
+    with pytest.raises(CaptureError, match=rf"\(adjacency\) is of layout {layout}\n.*indices"):
+        captured(net, X)
+
+    net = Runs(lambda net, x: torch.sparse.mm(_built(net.indices, net.values), net.fc(x)).sum())
+    net.register_buffer("indices", torch.eye(2).to_sparse().indices())
+    net.register_buffer("values", torch.ones(2))
+    assert any(node.target == "indices" for node in captured(net, X).nodes)
+
+
+def _built(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, (2, 2))
