@@ -13,7 +13,13 @@ from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 
 class GraphsplitError(Exception):
-    """Base of all errors raised by graphsplit."""
+    """Base of all errors raised by graphsplit.
+
+    Attributes:
+        is_settled: Whether all workers have it: who catches it may go on.
+    """
+
+    is_settled = False
 
 
 class InvariantError(GraphsplitError, RuntimeError):
@@ -44,12 +50,10 @@ class RaisedInEagerError(CaptureError):
     Attributes:
         error: That error.
         is_first: Whether nothing of the step has run in plain PyTorch, either.
-        is_settled: Whether all workers have it: who catches it may go on.
     """
 
     error: Exception
     is_first = True
-    is_settled = False
 
     @classmethod
     def of(cls, text: str, error: Exception) -> CaptureError:

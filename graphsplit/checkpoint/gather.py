@@ -128,7 +128,9 @@ class StateGatherer:
                 f"read, call gs.barrier() in between."
             )
         if error is not None:
-            raise StateError(f"the state does not fit {what}\n  {mine}") from error
+            refused = StateError(f"the state does not fit {what}\n  {mine}")
+            refused.is_settled = True
+            raise refused from error
 
     def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's own ``state_dict``, with the entries of all workers."""

@@ -291,6 +291,34 @@ def test_values_that_differ_between_workers_are_not_mixed(loaded: str) -> None:
     assert "call gs.barrier() in between" in str(caught.value)
 
 
+def test_a_state_that_does_not_fit_is_an_error_that_an_own_loop_may_catch() -> None:
+    def trained(place: bool) -> Any:
+        torch.manual_seed(0)
+        net: Any = Net()
+        if place:
+            net.first.place("MS_WORKER", 0)
+            net.norm.place("MS_WORKER", 1)
+            net.last.place("MS_WORKER", 1)
+            net = gs.distribute(net)
+        optimizer, losses = adam(net), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(INPUTS), TARGETS)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().clone())
+            bad = {key: value + 1 for key, value in copy.deepcopy(net.state_dict()).items()}
+            del bad["last.weight"]
+            with pytest.raises(RuntimeError, match="Missing key"):
+                net.load_state_dict(bad)
+        return [float(loss) for loss in losses], copy.deepcopy(net.state_dict())
+
+    losses, state = trained(False)
+    for found, there in ThreadCluster(lambda rank: trained(True), 2, is_recoverable=False).run():
+        assert found == losses
+        assert difference(dict(there), dict(state)) is None
+
+
 def test_a_parameter_that_loading_replaces_is_refused() -> None:
     def replace(net: Net, keys: Any) -> None:
         net.first.weight = nn.Parameter(net.first.weight.detach() * 2)
