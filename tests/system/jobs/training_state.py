@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,17 @@ def save_everywhere(model: Any, folder: str) -> None:
     model.save(Path(folder) / "shared")
     model.save(Path(folder) / f"disk{rank}" / "whole", gather=True)
     model.state_dict(to=Path(folder) / "weights.safetensors")
-    blocked = Path(folder) / ("weights.safetensors/no" if rank == 1 else "shared")
+    before, here = Path.cwd(), Path(folder) / f"of{rank}"
+    here.mkdir()
+    if rank == 1:
+        (here / "blocked").touch()
+    os.chdir(here)
     try:
-        model.save(blocked)
+        model.save("blocked/save")
     except gs.errors.CheckpointError as error:
         say("refused", str(error).replace("\n", " "))
+    finally:
+        os.chdir(before)
     say("latest", gs.latest_checkpoint(Path(folder) / f"disk{rank}").name)
 
 
