@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class DynamicSizes:
             lifted: The values of the lifted numbers.
         """
         # x - x is 0 for a symbol, and no number for infinity; and a place may hold nothing yet.
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in lifted):
+        if not all(isinstance(value, Real) and math.isfinite(value) for value in lifted):
             return None
         if not all(question.holds(lifted) for question in self.asked):
             return None
