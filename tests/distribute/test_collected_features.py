@@ -191,7 +191,7 @@ def growing(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield torch.cat(outputs).std().item()
 
 
-def modified(looks: bool) -> Loop:
+def modified(looks: bool, *, holds: bool = False) -> Loop:
     """A running average that the hook modifies in place, and the script looks at or does not."""
 
     def averaged_in_place(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
@@ -207,10 +207,14 @@ def modified(looks: bool) -> Loop:
             return output
 
         net.middle.register_forward_hook(hook)
+        held = []
         for _ in range(4):
             yield net(torch.randn(6, 5)).sum().item()
             if looks:
                 yield seen["mean"].tolist()
+            if holds:
+                held = held or [seen["mean"]]
+                yield held[0][1].item()
 
     return averaged_in_place
 
@@ -218,6 +222,8 @@ def modified(looks: bool) -> Loop:
 def test_what_a_call_modifies_in_place_is_not_given_as_it_was() -> None:
     assert_same_bits(modified(looks=False), 2)
     assert "is kept with the network, and changes at every step" in raised(modified(looks=True))
+    told = raised(modified(looks=False, holds=True))
+    assert "after a later call of the network had modified it in place" in told
 
 
 @pytest.mark.parametrize("loop", [two_in_one, averaged, growing], ids=lambda loop: loop.__name__)

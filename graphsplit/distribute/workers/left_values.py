@@ -7,6 +7,7 @@ hold, and code that reads them finds what is kept with the network.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,10 +18,13 @@ from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.state.handed import Handed, swap
 from graphsplit.capture.state.kept_tensors import stand_ins_of
 from graphsplit.capture.state.kept_value import label_of
+from graphsplit.distribute.workers.twins import LEFT, Twin, Twins, is_shared
 from graphsplit.errors import ConfigurationError
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import any_leaf, freeze
 from graphsplit.torch_ext.attributes import writes_of
+
+_OWN_REFERENCES = 2  # of a value that nobody else holds: a variable's, and that of who counts
 
 
 class LeftValues:
@@ -31,7 +35,8 @@ class LeftValues:
             value's identity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, twins: Twins) -> None:
+        self._twins = twins
         self._places: dict[Any, Place] = {}
         self.values: dict[int, tuple[Any, Any, Any]] = {}
 
@@ -62,7 +67,7 @@ class LeftValues:
         """After a call: the values again, in the places where it has not left others.
 
         A value that the call has modified in place is the network's alone from now on: what stands
-        there says so.
+        there says so, and a look at the value as it was, which the script may hold, is refused.
 
         Args:
             network: Whose call it was.
@@ -71,7 +76,14 @@ class LeftValues:
         new = {id(one.stand_in) for one in graph.state.handed}
         known = stand_ins_of(network)
         moved_on = {id(known[name]) for name in graph.written_buffers & known.keys()} - new
+        gone = [value for value, stand_in, _ in self.values.values() if id(stand_in) in moved_on]
         self.values = {n: one for n, one in self.values.items() if id(one[1]) not in moved_on}
+        while gone:
+            value = gone.pop()
+            inner = getattr(value, "held", value)
+            if sys.getrefcount(value) > _OWN_REFERENCES or is_shared(inner):
+                twin = Twin(LEFT, inner, lambda _: False, lambda: None, is_written=True)
+                self._twins.add(value, twin)
         instead = {id(stand_in): value for value, stand_in, _ in self.values.values()}
         for place in self._places.values():
             swap(place, instead)

@@ -76,7 +76,7 @@ class Loop:
         self.unsent: Callable[[], None] | None = None
         self.untold: Callable[[], None] | None = None
         self.networks: list[weakref.ref[nn.Module]] = []
-        self.left = LeftValues()
+        self.left = LeftValues(self.twins)
         self.given: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
         self._totals: dict[int, torch.Tensor] | None = None
 

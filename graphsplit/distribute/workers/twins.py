@@ -2,6 +2,7 @@
 
 After ``p.grad = value`` both are one memory there. Where the parameter lives on another worker it
 has a copy: a write into the value is refused, and so is a look at it once the copy was written to.
+So is a look at a value that hooks keep, and that the network has modified in a memory of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.tensor_meta import spans_meet
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.private import storage_use_count
+
+LEFT = "left"  # the name of a value that a call has left in Python, and a later one has modified
 
 
 @dataclass
@@ -106,6 +109,12 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _error(twin: Twin, then: str) -> ConfigurationError:
+    if twin.name == LEFT:
+        return ConfigurationError(
+            "a value that forward or a hook had left in Python was looked at, or written to, after "
+            "a later call of the network had modified it in place\n"
+            "  Fix: take a copy of it (clone) before that call, there and in one process."
+        )
     return ConfigurationError(
         f"{twin.name} of a parameter was set to a value of another worker, {then}: in one process "
         f"both have one memory\n"
