@@ -74,7 +74,7 @@ test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; take
 # apt-get needs root. `make test` runs what of this is there, and says at its end what it left out.
 LAUNCHERS := mpich openmpi-bin openssh-client openssh-server munge slurm-client slurmctld slurmd
 test-launchers: $(STAMP) ## jobs started by SSH, Ray, torchrun, MPI, srun and as pods; installs them, on Debian
-	dpkg-query -W $(LAUNCHERS) || apt-get install -y --no-install-recommends $(LAUNCHERS)
+	dpkg --status $(LAUNCHERS) > /dev/null || apt-get install -y --no-install-recommends $(LAUNCHERS)
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 'ray>=2.9'
 	$(BIN)/python -m pytest tests/launchers $(PYTEST_ARGS)
 
