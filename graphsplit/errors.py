@@ -7,8 +7,6 @@ that go wrong while a job runs are ``RuntimeError`` subclasses.
 
 from __future__ import annotations
 
-from inspect import ismemberdescriptor
-
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 
@@ -45,41 +43,16 @@ class CaptureError(GraphsplitError):
 class RaisedInEagerError(CaptureError):
     """Code of the user's raised an error, before it changed anything, as in plain PyTorch.
 
-    It is one of the same kind as well, which a script catches as it would there.
+    Where all workers have it, the script gets that error in its place.
 
     Attributes:
         error: That error.
         is_first: Whether nothing of the step has run in plain PyTorch, either.
     """
 
-    error: Exception
-    is_first = True
-
-    @classmethod
-    def of(cls, text: str, error: Exception) -> CaptureError:
-        """The error with a text of ours; no more than a ``CaptureError`` if it has no such kind.
-
-        Args:
-            text: What is shown.
-            error: As it comes in plain PyTorch.
-        """
-        shown = {
-            "__module__": cls.__module__,
-            "__qualname__": CaptureError.__qualname__,
-            "__init__": Exception.__init__,  # a user's may want other arguments
-            "__str__": lambda _: text,
-        }
-        try:
-            made: CaptureError = type(CaptureError.__name__, (cls, type(error)), shown)(text)
-        except TypeError:  # it is laid out in another way
-            return CaptureError(text)
-        for kind in type(error).__mro__:  # what it has in slots, as the number of an OSError
-            for name in filter(lambda name: ismemberdescriptor(vars(kind)[name]), vars(kind)):
-                if kind is not BaseException and hasattr(error, name):
-                    setattr(made, name, getattr(error, name))
-        vars(made).update(vars(error), error=error)
-        made.args = error.args
-        return made
+    def __init__(self, text: str, error: Exception) -> None:
+        super().__init__(text)
+        self.error, self.is_first = error, True
 
 
 class PlanMismatchError(GraphsplitError, ValueError):

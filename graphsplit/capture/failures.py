@@ -85,7 +85,7 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
         fix = "look at the shapes and dtypes of the batch, and at how many values it has"
         fix = "mend the line named above" if is_users else fix
         told = f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}."
-        return RaisedInEagerError.of(told, own.error) if own.is_first else CaptureError(told)
+        return RaisedInEagerError(told, own.error) if own.is_first else CaptureError(told)
     if is_users:
         reason, fix = "its own code raised an error", "mend the line named above"
     # Torch's words for a length that it does not know would lead astray.

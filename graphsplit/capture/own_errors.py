@@ -11,16 +11,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphsplit.frames import is_own
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
 from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TorchCalls
-from graphsplit.torch_ext.private import FakeTensorMode, TorchDispatchMode, pytree
+from graphsplit.torch_ext.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
 
@@ -74,11 +76,36 @@ def own_error(
         except Exception as other:
             if type(other) is not type(error) or _first_line(other) != _first_line(error):
                 return None
-            eager = calls.again(other) or other
+            where, eager = _where(root, other), calls.again(other) or other
+            if eager is not other:
+                eager.__traceback__ = _up_to_a_call(other.__traceback__)
             text = f"{type(eager).__name__}: {_first_line(eager)}"
-            is_first = is_kept() and not effects.has_any
-            return OwnError(text, *_where(root, other), eager, is_first=is_first)
+            _forget_context(eager, error, other)
+            shown = f"{eager!r} {eager} {vars(eager)}"  # it may hold a value, which is none here
+            is_first = is_kept() and not effects.has_any and FakeTensor.__name__ not in shown
+            return OwnError(text, *where, eager, is_first=is_first)
     return None
+
+
+def _up_to_a_call(trace: TracebackType | None) -> TracebackType | None:
+    """The frames from the first one that is not graphsplit's, up to the call of torch."""
+    while trace is not None and is_own(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    last = trace
+    while last is not None and last.tb_next is not None:
+        if is_own(last.tb_next.tb_frame.f_code.co_filename):
+            last.tb_next = None
+        last = last.tb_next
+    return trace
+
+
+def _forget_context(eager: Exception, *errors: Exception) -> None:
+    """An error is as it is in eager mode, where nothing of ours was being handled."""
+    found: BaseException | None = eager
+    while found is not None:
+        if any(found.__context__ is ours for ours in errors):
+            found.__context__ = None
+        found = found.__context__
 
 
 class _Effects(TorchDispatchMode):

@@ -16,7 +16,7 @@ from graphsplit.batches.signature import Arguments, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, RaisedInEagerError
 from graphsplit.feeding.left_by_steps import share_written
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import StepPhase
@@ -42,7 +42,11 @@ class NetworkCalls(ClusterEngine):
         division = Division(arguments, (arguments,))
         self._job.member.position.calls.pass_milestone()  # all are in the same one, or never meet
         self.planner.writes.pass_over_own()  # an operation is compared where it runs
-        planned = self._leading.given(mode, division, self._step)
+        try:
+            planned = self._leading.given(mode, division, self._step)
+        except RaisedInEagerError as error:
+            self._let_go_on(error, mode)
+            raise
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         (phase,) = planned.phases(division)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from graphsplit.cluster.member.member import Member
 from graphsplit.errors import (
@@ -16,6 +17,7 @@ from graphsplit.errors import (
     JobFailedError,
     MembershipChangedError,
     PlanMismatchError,
+    RaisedInEagerError,
     TransportError,
 )
 from graphsplit.failure import AbortSignal
@@ -42,6 +44,7 @@ class _Reporting:
         self._job = job
 
     def __enter__(self) -> None:
+        self._job.raised = None
         if self._job.is_forked:
             raise ClusterError(
                 f"a child process that this worker has forked makes a call of the whole job\n"
@@ -52,7 +55,10 @@ class _Reporting:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if error is not None and not getattr(error, "is_settled", False):
+            if isinstance(error, RaisedInEagerError) and error.is_settled:
+                self._job.raise_as_eager(error)
+            is_settled = getattr(error, "is_settled", False) or error is self._job.raised
+            if error is not None and not is_settled:
                 self._job._leave(error)
         finally:
             self._job.depth -= 1
@@ -89,6 +95,7 @@ class Job:
         num_plans: The number that the plan made next will have.
         is_closed: This worker has left.
         is_forked: This process is a child that the script has forked.
+        raised: An error that all workers have, as plain PyTorch raises it; the script may catch it.
         is_stopping: The step under way is the last one: the job was asked to end.
         at_close: Called when this worker has left, however the job has ended.
         meter: Counts steps and traffic; None where no metrics are served.
@@ -125,6 +132,7 @@ class Job:
         self.depth = 0
         self.has_stepped = False
         self.is_stopping = False
+        self.raised: Exception | None = None
         self.num_plans = 0
         self.is_ending = self.is_forked = False
         self.joined_generation = member.generation
@@ -227,6 +235,17 @@ class Job:
         ``MembershipChangedError`` if the job recovers, with the root cause.
         """
         return _Reporting(self)
+
+    def raise_as_eager(self, found: RaisedInEagerError) -> NoReturn:
+        """Raise the error that plain PyTorch raises: the script may decide by what it is."""
+        self.raised = error = found.error
+        context = error.__context__
+        if sys.version_info >= (3, 11):
+            error.add_note(str(found).partition("\n")[2])
+        try:
+            raise error
+        finally:
+            error.__context__ = context  # nor does it come of another one there
 
     def _leave(self, error: BaseException) -> None:
         root_cause = self._report(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
-from graphsplit.errors import CaptureError, ConfigurationError, JobFailedError, PlacementError
+from graphsplit.errors import ConfigurationError, PlacementError
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.planning.progress import SizesSeen
 from graphsplit.profiling.trial_run import tried_costs
@@ -346,11 +345,10 @@ def test_a_target_of_another_dtype_is_told_as_plain_pytorch_tells_it():
         net[1].place("MS_WORKER", 1)
         model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
         told = "expected target dtype to be Long or Byte, but got Float"
-        with pytest.raises((CaptureError, JobFailedError), match=f"RuntimeError: {told}"):
+        with pytest.raises(RuntimeError, match=f"^{told}"):
             model.train_step(torch.ones(4, 2), torch.zeros(4))
 
-    with suppress(JobFailedError):
-        ThreadCluster(script, 2, is_recoverable=False).run()
+    ThreadCluster(script, 2, is_recoverable=False).run()
 
 
 def by_module(net: nn.Sequential) -> None:

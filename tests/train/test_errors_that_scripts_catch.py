@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -95,24 +97,94 @@ class Missing(Net):
             raise FileNotFoundError(2, "no such rows", "rows.bin")
 
 
-def sort_out(make: Any) -> list[Any]:
+class Chained(Net):
+    def check(self, x: torch.Tensor) -> None:
+        try:
+            super().check(x)
+        except OddError as error:
+            raise LookupError("of another", len(x)) from error
+
+
+SPOILT = [(Net, "width"), (Missing, "rows"), (Chained, "rows")]
+
+
+def how_it_is(error: BaseException | None) -> Any:
+    """All that a script may decide by."""
+    if error is None:
+        return None
+    lines = [(f.f_code.co_name, n) for f, n in traceback.walk_tb(error.__traceback__)]
+    return (
+        *(type(error), str(error), repr(error), error.args, vars(error).keys() - {"__notes__"}),
+        *(getattr(error, "errno", None), getattr(error, "filename", None), str(lines[-1])),
+        *(how_it_is(error.__cause__), how_it_is(error.__context__), error.__suppress_context__),
+    )
+
+
+def sort_out(make: Any, microbatches: int = 1) -> list[Any]:
     """A script that does other things for other errors, in this order."""
     found: list[Any] = []
-    for net, batch in ((Net(), BAD["width"][1](BATCHES[0])), (Missing(), (INPUTS[0][:3], None))):
-        model = make(net, mse, torch.optim.SGD(net.parameters(), lr=0.05))
-        try:
-            model.train_step(*batch)
-        except ValueError:
-            found.append("a value")
-        except RuntimeError as error:
-            found.append(("a shape", error.args))
-        except OSError as error:
-            found.append((error.errno, error.filename, error.args))
+    for kind, bad in SPOILT:
+        torch.manual_seed(0)
+        net = kind()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        model = make(net, mse, optimizer, microbatches=microbatches)
+        for batch in (BATCHES[0], BAD[bad][1](BATCHES[1]), BATCHES[2]):
+            try:
+                found.append(model.train_step(*batch).clone())
+            except ValueError as error:
+                found.append(("a value", how_it_is(error)))
+            except RuntimeError as error:
+                found.append(("a shape", how_it_is(error)))
+            except (OSError, LookupError) as error:
+                found.append(how_it_is(error))
+                found.append(pickle.loads(pickle.dumps(error)).args)
     return found
 
 
-def test_the_error_takes_the_way_that_eager_modes_takes_through_a_script() -> None:
-    assert_as_alone(lambda: sort_out(PlainModel), lambda: sort_out(gs.Model))
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_error_is_that_of_eager_mode(microbatches: int) -> None:
+    def run(make: Any) -> Callable[[], Any]:
+        return lambda: sort_out(make, microbatches)
+
+    assert_as_alone(run(PlainModel), run(gs.Model))
+
+
+def own_loop(distribute: Callable[[nn.Module], Any]) -> Any:
+    torch.manual_seed(0)
+    net = distribute(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    found: list[Any] = []
+    for batch in (BATCHES[0], BAD["rows"][1](BATCHES[1]), BAD["width"][1](BATCHES[2]), BATCHES[3]):
+        try:
+            loss = mse(net(batch[0]), batch[1])
+        except (OddError, RuntimeError) as error:
+            found.append((type(error), str(error), error.args, str(error.__cause__)))
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_so_it_is_in_a_loop_of_the_scripts_own() -> None:
+    assert_as_alone(lambda: own_loop(lambda net: net), lambda: own_loop(gs.distribute))
+
+
+class Tells(Net):
+    def check(self, x: torch.Tensor) -> None:
+        if len(x) % 2:
+            raise ValueError("odd", x)
+
+
+def test_an_error_that_holds_a_value_ends_the_job() -> None:
+    def run(rank: int) -> None:
+        net = Tells()
+        model = gs.Model(net, mse, torch.optim.SGD(net.parameters(), lr=0.05))
+        model.train_step(*BAD["rows"][1](BATCHES[0]))
+
+    with pytest.raises(CaptureError, match="ValueError"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
 
 
 def test_so_may_one_of_several_microbatches() -> None:
