@@ -8,6 +8,7 @@ along, unchanged from then on: segments are cut out of it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,6 +21,7 @@ from graphsplit.capture.numbers.sizes import DynamicSizes
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.operations.regions import ORDINARY, Region
 from graphsplit.capture.python.guards import NO_STATE, PythonState
+from graphsplit.capture.state.old_values import MODIFIED
 from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.structure import Structure
 from graphsplit.guards.changes import Change
@@ -232,8 +234,17 @@ class CapturedGraph:
         roots = alias_roots(self.fx_graph)
         operands = {o for node in self.fx_graph.nodes for o in written_operands(node)}
         written = {root.name for operand in operands for root in roots[operand]}
-        state = (node for node in self.nodes if node.kind is NodeKind.BUFFER)
-        return frozenset(node.target for node in state if node.name in written)
+        return frozenset(node.target for node in self._buffers if node.name in written)
+
+    @cached_property
+    def left_buffers(self) -> frozenset[str]:
+        """Names of the buffers that it modifies in place, and then assigns another tensor to."""
+        left = {name for name, node in self.fx_nodes.items() if node.meta.get(MODIFIED)}
+        return frozenset(node.target for node in self._buffers if node.name in left)
+
+    @property
+    def _buffers(self) -> Iterator[Node]:
+        return (node for node in self.nodes if node.kind is NodeKind.BUFFER)
 
     @cached_property
     def draws_from_process(self) -> bool:

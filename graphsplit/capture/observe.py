@@ -35,9 +35,10 @@ from graphsplit.torch_ext.attributes import (
     storage_of,
 )
 from graphsplit.torch_ext.fakes import formed_like
-from graphsplit.torch_ext.function_modes import TRACERS, without_modes
+from graphsplit.torch_ext.function_modes import TRACERS, TorchCalls, may_write, without_modes
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
+    DisableTorchFunction,
     FakeTensor,
     TorchDispatchMode,
     active_fake_mode,
@@ -48,6 +49,7 @@ from graphsplit.torch_ext.replaced import ANNOTATE, FORMAT, replaced
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _MAX_ANSWERS = 1000
+Overwritten = dict[int, tuple[torch.Tensor, torch.Tensor]]  # tensors, and what they held
 
 
 class TooManyQuestionsError(Exception):
@@ -95,7 +97,7 @@ class Observer(TorchDispatchMode):
         self.placements: list[str] = []
         self.drawn_from: list[Holder] = []
         self.assigned: dict[int, torch.Tensor] = {}
-        self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.overwritten: Overwritten = {}
         self._is_foreign = is_foreign
         self.answer = answer
         self.num_answers = 0
@@ -186,20 +188,46 @@ def unrecorded(observer: Observer) -> Iterator[None]:
         stack.enter_context(_placements_noted(observer))
         stack.enter_context(_assignments_noted(observer))
         stack.enter_context(_numbers_formatted())
-        stack.enter_context(_values_put_back(observer))
+        stack.enter_context(_values_put_back(observer.overwritten))
         stack.enter_context(observer)
         yield
 
 
 @contextmanager
-def _values_put_back(observer: Observer) -> Iterator[None]:
+def _values_put_back(overwritten: Overwritten) -> Iterator[None]:
     """Undo what was written into tensors with values: where no operand is a fake, it really is."""
     try:
         yield
     finally:
-        with disable_current_modes():
-            for tensor, before in observer.overwritten.values():
+        with DisableTorchFunction(), disable_current_modes():
+            for tensor, before in overwritten.values():
                 tensor.data.copy_(before)
+
+
+class _Writes(TorchCalls):
+    """Takes note of the values of tensors that code is about to write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overwritten: Overwritten = {}
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if may_write(function, kwargs):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if type(leaf) in (torch.Tensor, nn.Parameter) and id(leaf) not in self.overwritten:
+                    with DisableTorchFunction(), disable_current_modes():
+                        self.overwritten[id(leaf)] = leaf, leaf.detach().clone()
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def values_as_they_were() -> Iterator[None]:
+    """Record code that may write into tensors with values; afterwards they hold what they held."""
+    writes = _Writes()
+    with _values_put_back(writes.overwritten), writes:
+        yield
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

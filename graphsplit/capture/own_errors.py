@@ -21,7 +21,7 @@ from graphsplit.frames import is_own
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
 from graphsplit.torch_ext.fakes import formed_like
-from graphsplit.torch_ext.function_modes import TorchCalls
+from graphsplit.torch_ext.function_modes import TorchCalls, may_write
 from graphsplit.torch_ext.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
@@ -147,7 +147,7 @@ class _LastCall(TorchCalls):
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if _may_write(function, kwargs):
+        if may_write(function, kwargs):
             self._effects.has_any = True  # `b.data = ...` is no operation
             to_fake = self._fake_mode.from_tensor
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_fake, (args, kwargs))
@@ -182,14 +182,6 @@ def error_of_zeros(
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return formed_like(tensor).zero_()
-
-
-def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch is called to change a tensor, by its name: ``add_``."""
-    name = getattr(function, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") or name in ("__set__", "__setitem__")
-    return name.endswith("_") or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
 def _where(root: nn.Module, error: Exception) -> tuple[str, tuple[str, ...]]:

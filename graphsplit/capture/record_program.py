@@ -20,6 +20,7 @@ from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.numbers.sizes import check_known
+from graphsplit.capture.observe import values_as_they_were
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones_whole, refuse_placements_inside
@@ -270,6 +271,7 @@ def _recording(
 ) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(quiet_export())
+        stack.enter_context(values_as_they_were())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
         stack.enter_context(marked_ones_whole(recorder, root, whole))

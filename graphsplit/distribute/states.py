@@ -14,6 +14,7 @@ from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.parameters import mark_of
+from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import CollectiveMismatchError, ConfigurationError, OwnershipError
 from graphsplit.frames import is_users
@@ -22,7 +23,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.torch_ext.attributes import BEFORE_STATE
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 
 Owners = Callable[[], Mapping[int, int]]
 # Kept alive by the hooks of the optimizer, which they know.
@@ -72,7 +73,7 @@ class OptimizerState:
         self._told = f"{type(optimizer).__name__} of {_first_place(optimizer, Loop.of(job))}"
         optimizer.register_state_dict_pre_hook(self._put_whole)
         optimizer.register_state_dict_post_hook(self._put_back)
-        optimizer.register_load_state_dict_post_hook(drop_others)
+        optimizer.register_load_state_dict_post_hook(self._drop_others)
 
     def gather(self, optimizer: torch.optim.Optimizer) -> Any:
         """Collective: the entries of all workers."""
@@ -87,6 +88,9 @@ class OptimizerState:
                 return gather_entries(optimizer, owners, self._job.control)
 
         return self._job.script.collective(ModelCall("optimizer.state_dict", run))
+
+    def _drop_others(self, optimizer: torch.optim.Optimizer) -> None:
+        drop_others(optimizer, Loop.of(self._job))
 
     def _put_whole(self, optimizer: torch.optim.Optimizer) -> None:
         whole = self.gather(optimizer) if self.kept is None else self.kept
@@ -142,11 +146,12 @@ class Entries(defaultdict[Any, Any]):
 
     Attributes:
         here: The entries of this worker.
+        loop: The workers.
     """
 
-    def __init__(self, here: Any) -> None:
+    def __init__(self, here: Any, loop: Loop) -> None:
         super().__init__(dict)
-        self.here = here
+        self.here, self.loop = here, loop
 
     def __reduce__(self) -> Any:
         return self.here.__reduce__()
@@ -158,7 +163,10 @@ class Entries(defaultdict[Any, Any]):
             OwnershipError: It is not.
         """
         key = args[0] if args else None
-        if name == "clear" or (isinstance(key, torch.Tensor) and not is_elsewhere(key)):
+        if name == "clear":
+            self.loop.taken.note("optimizer.state.clear", ())
+            return
+        if isinstance(key, torch.Tensor) and not is_elsewhere(key):
             return
         which = "all entries" if key is None else "the entry of a parameter on another worker"
         raise OwnershipError(
@@ -186,9 +194,9 @@ for _name in (
     setattr(Entries, _name, _guarded(_name))
 
 
-def hide_others(optimizer: torch.optim.Optimizer) -> None:
+def hide_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """Let an optimizer's state say from now on that it is a part."""
-    optimizer.state = Entries(optimizer.state)
+    optimizer.state = Entries(optimizer.state, loop)
 
 
 def show_here(optimizer: torch.optim.Optimizer) -> None:
@@ -197,8 +205,15 @@ def show_here(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state = optimizer.state.here
 
 
-def drop_others(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what is kept of parameters that live on other workers; all have had it until now."""
+def drop_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+    """Forget what is kept of parameters that live on other workers; all have had the same.
+
+    That goes into the checksum of what workers took from outside: else each would go on with its
+    part of another state.
+    """
+    leaves = pytree.tree_leaves([dict(entry) for entry in optimizer.state.values()])
+    values = [leaf for leaf in leaves if not isinstance(leaf, LoopValue)]
+    loop.taken.note(f"{type(optimizer).__name__}.load_state_dict", values)
     order_of(optimizer).note_loaded(list(optimizer.state))
     for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
         del optimizer.state[parameter]

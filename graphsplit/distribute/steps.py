@@ -111,7 +111,7 @@ def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
         owned.settle(_whole(loop))
         # Later on all have their own entries: nothing was loaded where there are no others.
         if state is None or any(map(is_elsewhere, optimizer.state)):
-            drop_others(optimizer)
+            drop_others(optimizer, loop)
         state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
         state.owned, state.settled_at = owned, loop.num_settled
     return state
@@ -125,7 +125,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
             context.__exit__(None, None, None)
         loop.num_changes += 1
         loop.num_writes += 1
-        hide_others(optimizer)
+        hide_others(optimizer, loop)
 
 
 def _has_any(network: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:

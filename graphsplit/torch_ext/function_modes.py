@@ -71,3 +71,11 @@ class TorchCalls(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, and return its result."""
         raise NotImplementedError
+
+
+def may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch is called to change a tensor, by its name: ``add_``."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name in ("__set__", "__setitem__")
+    return name.endswith("_") or kwargs.get("out") is not None or bool(kwargs.get("inplace"))

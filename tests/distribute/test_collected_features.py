@@ -226,6 +226,35 @@ def test_what_a_call_modifies_in_place_is_not_given_as_it_was() -> None:
     assert "after a later call of the network had modified it in place" in told
 
 
+def replaced(*, holds: bool = False) -> Loop:
+    """A hook modifies a tensor in place, and then keeps another; the script may hold the first."""
+
+    def modified_and_replaced(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net, seen = Small(), {"mean": torch.ones(8)}
+        net = distribute(placed(net, [net.first, net.middle, net.last], ranks))
+
+        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> Any:
+            seen["mean"].mul_(0.9)
+            seen["mean"] = seen["mean"] + output.detach().mean(0)
+            return output + seen["mean"]
+
+        net.middle.register_forward_hook(hook)
+        for _ in range(3):
+            held = seen["mean"]
+            yield net(torch.randn(6, 5)).sum().item()
+            yield seen["mean"].tolist()
+            if holds:
+                yield held[1].item()
+
+    return modified_and_replaced
+
+
+def test_a_value_that_is_modified_and_then_replaced_is_not_given_as_it_was() -> None:
+    assert_same_bits(replaced(), 2)
+    told = raised(replaced(holds=True))
+    assert "after a later call of the network had modified it in place" in told
+
+
 @pytest.mark.parametrize("loop", [two_in_one, averaged, growing], ids=lambda loop: loop.__name__)
 def test_what_is_left_may_be_shared_read_and_kept(loop: Loop) -> None:
     assert_same_bits(loop, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -257,8 +258,9 @@ def of_each(rank: int, kind: str) -> Any:
     net = small([0, 1, 0])
     rate = 0.1 + (kind == "rate") * rank / 100
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=rate)
-    if kind == "beta":
-        optimizer = torch.optim.Adam(net.parameters(), betas=(0.9, 0.99 + rank / 200))
+    if kind not in ("rate", "targets", "weight"):
+        betas = (0.9, 0.99 + (kind == "beta") * rank / 200)
+        optimizer = torch.optim.Adam(net.parameters(), betas=betas)
     net, losses = gs.distribute(net), []
     for _ in range(2):
         labels = torch.arange(6) % 4 if kind != "targets" else (torch.arange(6) + rank) % 4
@@ -268,11 +270,17 @@ def of_each(rank: int, kind: str) -> Any:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if kind == "loaded":
+            state = copy.deepcopy(optimizer.state_dict())
+            state["state"][1]["exp_avg"] *= 1 + rank
+            optimizer.load_state_dict(state)
+        if kind == "cleared" and rank:
+            optimizer.state.clear()
         losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize("kind", ["rate", "beta", "targets", "weight"])
+@pytest.mark.parametrize("kind", ["rate", "beta", "targets", "weight", "loaded", "cleared"])
 def test_numbers_and_tensors_that_differ_between_workers_end_the_job(kind: str) -> None:
     with pytest.raises(gs.errors.LoaderMismatchError, match="on different numbers or tensors") as e:
         ThreadCluster(lambda rank: of_each(rank, kind), 2, is_recoverable=False).run()
@@ -282,6 +290,8 @@ def test_numbers_and_tensors_that_differ_between_workers_end_the_job(kind: str) 
         "beta": r": betas\[1\] of the optimizer's group 0 is 0.99\d? on worker \d, 0.99\d? on w",
         "targets": r"cross_entropy\(tensor of \(6,\)",
         "weight": r"mul\(1",
+        "loaded": r"Adam.load_state_dict\(",
+        "cleared": r"on worker \d they were, latest last: ",
     }
     assert re.search(told[kind], str(e.value)), str(e.value)
     assert "Fix: give every worker the same targets" in str(e.value)

@@ -70,6 +70,28 @@ class InPlace(Average):
         return loss / self.average
 
 
+class ByNumbersAlone(Average):
+    """Written to before it meets anything that depends on the batch."""
+
+    def __init__(self) -> None:
+        self.average = torch.arange(1.0, 5.0)
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        self.average.mul_(0.5)
+        self.average[1:] += 1
+        return loss + (outputs * self.average).mean()
+
+
+class InPlaceThenAssigned(ByNumbersAlone):
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        before = self.average.sum()
+        self.average.mul_(0.5)
+        self.average = self.average + outputs.detach().mean(0)
+        return loss * before + (outputs * self.average).mean()
+
+
 class Latest:
     """The last losses, which move on by one place at each step."""
 
@@ -107,6 +129,8 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "assigned": Average,
     "from nothing": FromNothing,
     "in place": InPlace,
+    "in place, by numbers alone": ByNumbersAlone,
+    "in place, then assigned": InPlaceThenAssigned,
     "list and dictionary": Latest,
     "two names": TwoNames,
 }
@@ -154,6 +178,33 @@ def test_a_network_keeps_tensors_in_attributes(microbatches: int) -> None:
         microbatches=microbatches,
         before_step=restart,
         plan_everywhere=True,
+    )
+
+
+class Buffered(Net):
+    """A buffer that is written to, also through a view, and then assigned anew."""
+
+    def begin(self) -> None:
+        self.register_buffer("average", torch.arange(1.0, 5.0))
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        first, scaled = self.average[:2], h * self.average.sum()
+        self.average.mul_(0.5)
+        first.add_(0.1)
+        self.average = self.average + h.detach().mean(0)
+        self.average.add_(0.01)
+        return scaled * self.average + first.mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_buffer_is_written_to_before_it_is_assigned(microbatches: int) -> None:
+    assert_same_bits(
+        Buffered,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
     )
 
 

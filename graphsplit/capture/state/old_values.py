@@ -5,6 +5,8 @@ new tensor is copied into the buffer, so what was read before is read from a cop
 
     y = matmul(h, w)                    old = clone(h);  y = matmul(old, w)
     copy_(h, y)                  =>     copy_(h, y)
+
+So is what forward writes into the old tensor (``self.h.mul_(0.9)``) before it assigns another.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import torch
 import torch.fx.traceback
 from torch.fx import Graph, Node
 
-from graphsplit.capture.operations.effects import OWN_MEMORY
+from graphsplit.capture.operations.effects import OWN_MEMORY, alias_roots, written_operands
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
 
 _KEY = "graphsplit_assigned"  # in the notes of a copy: (the user's line, whether it has a gradient)
+MODIFIED = "graphsplit_modified"  # of a buffer that is written to before another is assigned
 _NOTED = ("nn_module_stack", "stack_trace")
 
 
@@ -48,17 +51,19 @@ def keep_old_values(graph: Graph, *, loss: int | None) -> None:
     """
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     for node in list(graph.nodes):
-        line, has_gradient = (node.meta.get("custom") or {}).get(_KEY, ("", False))
-        if not line or node.target is not torch.ops.aten.copy_.default:
+        line, has_gradient = _assignment(node)
+        if not line:
             continue
-        buffer = node.args[0]
-        assert isinstance(buffer, Node)
+        buffer = _as_it_came(node)
+        node.update_arg(0, buffer)
         readers = [user for user in buffer.users if user is not node]
         if not readers:
             continue
         if has_gradient:
             _check_not_in_loss(graph, readers, loss, line)
-        with graph.inserting_after(last[0]):
+        if _is_modified(graph, buffer):
+            buffer.meta[MODIFIED] = True
+        with graph.inserting_after(last[0] if buffer.op == "placeholder" else buffer):
             old = graph.call_function(torch.ops.aten.clone.default, (buffer,))
         # Views of the copy were recorded as views of the buffer.
         old.meta.update(val=buffer.meta["val"], **{OWN_MEMORY: True})
@@ -66,6 +71,32 @@ def keep_old_values(graph: Graph, *, loss: int | None) -> None:
         for reader in readers:
             reader.replace_input_with(buffer, old)
     graph.lint()
+
+
+def _assignment(node: Node) -> tuple[str, bool]:
+    """The user's line of a copy that stands for an assignment, and whether it has a gradient."""
+    if node.target is not torch.ops.aten.copy_.default:
+        return "", False
+    found: tuple[str, bool] = (node.meta.get("custom") or {}).get(_KEY, ("", False))
+    return found
+
+
+def _as_it_came(assignment: Node) -> Node:
+    """The buffer of an assignment before forward wrote into it."""
+    (buffer,) = written_operands(assignment)
+    while not _assignment(buffer)[0] and (before := written_operands(buffer)):
+        buffer = before[0]
+    return buffer
+
+
+def _is_modified(graph: Graph, buffer: Node) -> bool:
+    roots = alias_roots(graph)
+    return any(
+        buffer in roots[operand]
+        for node in graph.nodes
+        if not _assignment(node)[0]
+        for operand in written_operands(node)
+    )
 
 
 def _check_not_in_loss(graph: Graph, readers: Sequence[Node], loss: int | None, line: str) -> None:

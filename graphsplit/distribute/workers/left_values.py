@@ -39,6 +39,7 @@ class LeftValues:
         self._twins = twins
         self._places: dict[Any, Place] = {}
         self.values: dict[int, tuple[Any, Any, Any]] = {}
+        self._before: list[tuple[Any, Any, Any]] = []  # the values while a call runs
 
     def take_out(self) -> None:
         """Before a call: put back what stands for the values; forget those that are gone.
@@ -62,6 +63,7 @@ class LeftValues:
         instead = {number: stand_in for number, (_, stand_in, _) in self.values.items()}
         for place, _ in held:
             swap(place, instead)
+        self._before = list(self.values.values())
 
     def put_back(self, network: nn.Module, graph: CapturedGraph) -> None:
         """After a call: the values again, in the places where it has not left others.
@@ -76,7 +78,9 @@ class LeftValues:
         new = {id(one.stand_in) for one in graph.state.handed}
         known = stand_ins_of(network)
         moved_on = {id(known[name]) for name in graph.written_buffers & known.keys()} - new
-        gone = [value for value, stand_in, _ in self.values.values() if id(stand_in) in moved_on]
+        modified = moved_on | {id(known[name]) for name in graph.left_buffers & known.keys()}
+        gone = [value for value, stand_in, _ in self._before if id(stand_in) in modified]
+        self._before = []
         self.values = {n: one for n, one in self.values.items() if id(one[1]) not in moved_on}
         while gone:
             value = gone.pop()

@@ -270,7 +270,7 @@ class LoopOptimizers:
             state = [(self._find(name), *rest) for name, *rest in values["state"]]
             put_entries(one, values["num_steps"], state)
             if values["is_settled"]:
-                hide_others(one)
+                hide_others(one, self._loop)
             note_stepped(one)
 
     def note_stepped(self) -> None:
