@@ -46,6 +46,7 @@ from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
+from graphsplit.job.readers import Reading
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import Outlook, PlannedStep, TrainingProgress, outlook, plan_step
@@ -90,6 +91,7 @@ class Feed:
         mode: Mode,
         leader: int,
         loader: Iterable[Any],
+        reading: Reading,
         rows: OwnRows,
         note: Note = str,
         start: EpochStart = FROM_THE_START,
@@ -103,7 +105,7 @@ class Feed:
         self._mode = mode
         self.leader, self._is_leading = leader, job.rank == leader
         self._readers = job.readers
-        self._reading = job.readers.reading(loader, job.num_workers)
+        self._reading = reading
         self._have_read = {leader}
         self._has_written = False  # steps have modified batches
         records.trust_loader(loader)

@@ -91,16 +91,19 @@ class Leading:
             self._progress.begin()
         if not self._planner.owners:  # the data set may write before there is a plan
             self._planner.writes.look(compares_hooks=False)
+        rows = self._rows_of(mode, loader)
+        reading = self._job.readers.reading(loader, self._job.num_workers)
         return Feed(
             self._job,
             self._planner,
             self._tickets,
             mode=mode,
-            leader=self._leader(mode, loader),
+            leader=self._leader(mode, reading.ranks),
             loader=loader,
+            reading=reading,
             start=start,
             is_stopped=is_stopped,
-            rows=self._rows_of(mode, loader),
+            rows=rows,
             note=self._note if is_training else str,
             progress=self._progress if is_training else None,
             one_by_one=one_by_one,
@@ -149,9 +152,8 @@ class Leading:
         """The text that workers must agree on besides plans, once training has begun."""
         return self._progress.agreement(self._task.divider)
 
-    def _leader(self, mode: Mode, loader: Iterable[Any]) -> int:
+    def _leader(self, mode: Mode, readers: frozenset[int]) -> int:
         """The earliest consumer, if it has read all that was read from the loader so far."""
-        readers = self._job.readers.reading(loader, self._job.num_workers).ranks
         return next((r for r in self._consumers(mode) if r in readers), min(readers))
 
     def _consumers(self, mode: Mode) -> tuple[int, ...]:

@@ -90,7 +90,9 @@ def _number(part: Any, name: str) -> int:
     return found if type(found) is int else -1
 
 
-def compare_loaders(loader: Any, asked: str, group: WorkerGroup, *, with_states: bool) -> None:
+def compare_loaders(
+    loader: Any, asked: str, group: WorkerGroup, *, with_states: bool, marks: str = ""
+) -> str:
     """See that all workers were given the same loader. Collective; reads no batch.
 
     Args:
@@ -99,18 +101,24 @@ def compare_loaders(loader: Any, asked: str, group: WorkerGroup, *, with_states:
         group: All workers.
         with_states: Whether its generators must stand alike: they are put elsewhere, where a
             loaded state goes on.
+        marks: Digits, as many on each worker, that it tells by the way.
+
+    Returns:
+        The largest of all workers' marks, place by place.
 
     Raises:
         LoaderMismatchError: Two loaders, or what was asked for, differ; raised on all workers.
     """
     if group.num_workers == 1:
-        return
+        return marks
     facts = (f"{name}: {value}" for name, value in _facts(loader, with_states))
-    mine = "\n".join((asked, *facts))
-    told = group.gather(mine)
-    verdict = group.share(_first_difference(told) if told else "")
+    told = [text.partition("\n") for text in group.gather("\n".join((marks, asked, *facts)))]
+    largest = "".join(map(max, zip(*(head for head, *_ in told), strict=True)))
+    verdict = _first_difference([text for *_, text in told])
+    largest, _, verdict = group.share(f"{largest}\n{verdict}").partition("\n")
     if verdict:
         raise LoaderMismatchError(verdict)
+    return largest
 
 
 def _first_difference(told: list[str]) -> str:

@@ -34,6 +34,8 @@ _ATOMS = (
     types.BuiltinFunctionType, np.ndarray, np.generic, torch.Tensor, torch.dtype, torch.device,
     nn.Module, enum.Enum, re.Pattern, PurePath, logging.Logger,
 )  # fmt: skip
+# Most of what stands in a data set's rows: of these classes, and of none that is made of them.
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes, np.ndarray, torch.Tensor))
 _FIXED = (tuple, frozenset)  # looked into, and nothing by themselves
 _CONTAINERS = (list, set, deque, *_FIXED)
 # Reading changes nothing in these but generators, whose states all workers are told.
@@ -198,12 +200,21 @@ def _is_atom(part: Any) -> bool:
     )
 
 
+def _leads_nowhere(item: Any) -> bool:
+    """Whether an item is plain, or a tuple of what is plain: a loader may be a list of those."""
+    kind = type(item)
+    return kind in _PLAIN or (
+        kind is tuple and _PLAIN.issuperset(map(type, itertools.islice(item, _MAX_ITEMS)))
+    )
+
+
 def _inside(part: Any) -> Iterator[Any]:
     """The objects that an object holds, one step further."""
     if isinstance(part, dict):
         yield from itertools.islice(part.values(), _MAX_ITEMS)
     elif isinstance(part, _CONTAINERS):
-        yield from itertools.islice(part, _MAX_ITEMS)
+        items = itertools.islice(part, _MAX_ITEMS)
+        yield from itertools.filterfalse(_leads_nowhere, items)
     elif isinstance(part, types.FunctionType):
         filled = filter(gc.get_referents, part.__closure__ or ())  # empty until a variable is set
         yield from (cell.cell_contents for cell in filled)

@@ -19,6 +19,7 @@ from graphsplit.errors import OwnershipError
 from graphsplit.frames import where_defined
 from graphsplit.tensor_meta import has_same_bits
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 HookState = tuple[Holder, str]  # and the hook's line
 _OF_PROCESS = frozenset(map(id, (torch.default_generator, PYTHONS, NUMPYS)))
@@ -111,7 +112,8 @@ class KeptValues:
 
 def hook_tables(tensor: torch.Tensor) -> list[dict[int, Any]]:
     """The hooks of a parameter by the numbers that torch gives them."""
-    return [getattr(tensor, table, None) or {} for table in TENSOR_HOOKS]
+    with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+        return [getattr(tensor, table, None) or {} for table in TENSOR_HOOKS]
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:

@@ -178,6 +178,10 @@ class PlannedStep(NamedTuple):
         Args:
             division: The batch; None on workers that do not have it.
         """
+        if len(self.plans) == 1 and not (self.weights or self.marks):  # as at most steps
+            plan, count = self.plans[0], self.sizes[0]
+            inputs = _inputs(plan, count, division, slice(0, count))
+            return [StepPhase(plan, 0, inputs, ())]
         start, found = 0, []
         marks = self.marks or (None,) * len(self.plans)
         for plan, size, mark in zip(self.plans, self.sizes, marks, strict=True):

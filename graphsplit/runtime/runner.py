@@ -133,6 +133,7 @@ class ProgramRunner:
         waits = [p for p, i in enumerate(instructions) if i.opcode is Opcode.RECEIVE]
         waits.append(len(instructions))
         self._first_wait = waits[0]
+        self._first_received = first_received(parts.program, parts.plan)
         self._first_wait_of_backward = next(p for p in waits if p >= self._first_of_backward)
         self.position = 0
         self.step = -1
@@ -271,9 +272,8 @@ class ProgramRunner:
 
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""
-        first = first_received(self._parts.program, self._plan)
-        if first is not None:
-            self._receivers[first].expect()
+        if self._first_received is not None:
+            self._receivers[self._first_received].expect()
 
     def next_instruction(self) -> Instruction | None:
         """The instruction that runs, or runs next; None at the end of the step."""

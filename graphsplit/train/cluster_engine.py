@@ -55,6 +55,7 @@ from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import NOTHING, Beside, unflatten_outputs
 
 Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leaves on this worker
+_UNSEEN = nullcontext()
 
 
 class ClusterEngine(ClusterState):
@@ -321,7 +322,7 @@ class ClusterEngine(ClusterState):
                 if is_watched:
                     profiler.begin(plan, step)
                 before = note_left(plan, self._job.rank) if plan.left_by_calls else []
-                with nullcontext() if self.witness is None else self.witness.watch(plan.runner):
+                with _UNSEEN if self.witness is None else self.witness.watch(plan.runner):
                     state = plan.runner.run(
                         step,
                         phase.inputs,

@@ -56,7 +56,10 @@ class TrainingLoop:
                 goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
                 asked = f"{context.num_epochs} epochs, each of {steps or 'all'} steps"
-                compare_loaders(loader, asked, self._engine.group(), with_states=not goes_on)
+                stopping, group = self._stopping, self._engine.group()
+                stopping.marks = compare_loaders(
+                    loader, asked, group, with_states=not goes_on, marks=stopping.marks
+                )
                 self._engine.show_training(TrainingInWords(context))
                 with run:
                     self._go_through(run, loader, steps)
@@ -75,7 +78,6 @@ class TrainingLoop:
 
     def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:
         context, stopping = self._context, self._stopping
-        stopping.begin()
 
         def is_last() -> bool:
             return stopping.is_stopped or (steps is not None and context.step >= steps)
@@ -171,22 +173,19 @@ class Stopping:
     Args:
         callbacks: The callbacks of this worker.
         engine: Gives all workers.
+
+    Attributes:
+        marks: Whether some may stop at a step's end, and at an epoch's: "0" or "1" for each. Of the
+            callbacks here; of all workers', once they have told each other.
     """
 
     def __init__(self, callbacks: Sequence[Callback], engine: Engine) -> None:
         self._engine = engine
         self._may_stop = [callback for callback in callbacks if may_stop(callback)]
         self._is_asked = False
-        self._ends_step = any(_is_called_inside(callback) for callback in self._may_stop)
-        self._ends_epoch = bool(self._may_stop)
+        ends_step = any(_is_called_inside(callback) for callback in self._may_stop)
+        self.marks = f"{ends_step:d}{bool(self._may_stop):d}"
         self.is_stopped = False
-
-    def begin(self) -> None:
-        """Collective: learn whether any worker may stop."""
-        group = self._engine.group()
-        told = group.gather(f"{self._ends_step:d}{self._ends_epoch:d}")
-        any_of = group.share("".join(map(max, zip(*told, strict=True))))
-        self._ends_step, self._ends_epoch = (one == "1" for one in any_of)
 
     def ask(self) -> None:
         """A callback here asks for the end.
@@ -203,12 +202,12 @@ class Stopping:
 
     def after_step(self) -> None:
         """Collective, if it has to be: whether the step was the last."""
-        if self._ends_step:
+        if self.marks[0] == "1":
             self.is_stopped = self._any(self._is_asked)
 
     def after_epoch(self) -> bool:
         """Collective, if it has to be: whether the epoch, which was not stopped, was the last."""
-        return self._ends_epoch and self._any(self._is_asked)
+        return self.marks[1] == "1" and self._any(self._is_asked)
 
     def _any(self, mine: bool) -> bool:
         self._engine.pass_milestone()  # nobody waits here for one that is in a callback

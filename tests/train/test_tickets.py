@@ -20,7 +20,7 @@ from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.own_rows import OwnRows
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, position_of, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
-from graphsplit.job.readers import LoaderReaders
+from graphsplit.job.readers import LoaderReaders, Reading
 from graphsplit.optimizers.ownership import ComparedWrites
 from graphsplit.planning.compared.announced import NOTHING_READ
 from graphsplit.planning.compared.hooks import ParameterHooks
@@ -254,6 +254,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         mode=Mode.TRAIN,
         leader=0,
         loader=[batch],
+        reading=Reading([batch], (), everybody, is_tracked=False, version=0),
         rows=OwnRows([batch], mine, 1, has_loss_fn=True),
     )
     with pytest.raises(LoaderMismatchError) as caught:

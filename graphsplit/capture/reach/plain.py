@@ -118,7 +118,8 @@ class SharedValues:
 
 def _texts(holders: Iterable[Holder]) -> dict[Any, frozenset[str]]:
     """The contents of each, by its key."""
-    return {holder.key: frozenset(_lines(holder)) for holder in holders if holder.is_value}
+    own = {holder.key: holder for holder in holders if holder.is_value}
+    return {key: frozenset(_lines(holder)) for key, holder in own.items()}
 
 
 def _lines(holder: Holder) -> Iterator[str]:
@@ -128,6 +129,8 @@ def _lines(holder: Holder) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
+    if type(value) is torch.Tensor:  # most of what a list of batches holds
+        return "tensor"
     if isinstance(value, _PLAIN):
         return repr(value)
     # A tensor's class tells whether it lives elsewhere.

@@ -141,7 +141,7 @@ class PythonStep(NamedTuple):
         """Whether both run the same recording with the same numbers, or both make one."""
         if self.recording != other.recording or not _same_numbers(self.settings, other.settings):
             return False
-        if self._swapped() != other._swapped():
+        if (self.changed or other.changed) and self._swapped() != other._swapped():
             return False
         return self.recording == 0 or _same_numbers(self.lifted, other.lifted)
 
@@ -226,7 +226,7 @@ def _differing(
 
 def _same_numbers(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two sequences have the same bits, -0.0 and NaN told apart."""
-    return len(one) == len(other) and _bits(one) == _bits(other)
+    return len(one) == len(other) and (not one or _bits(one) == _bits(other))
 
 
 def _bits(numbers: Sequence[float]) -> bytes:

@@ -24,7 +24,6 @@ from graphsplit.optimizers.parameter_hooks import (
     state_of_hooks,
 )
 from graphsplit.torch_ext.attributes import num_hooks
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _HAS = " has hooks: "  # between the name of a parameter and how many; one's line follows
 Told = tuple[int, bool, str]  # how many a parameter has, whether they are others, one's line
@@ -164,8 +163,7 @@ class ParameterHooks:
 
 
 def _numbers_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
-        return tuple([number for table in hook_tables(tensor) for number in table])
+    return tuple([number for table in hook_tables(tensor) for number in table])
 
 
 def _described(tensor: torch.Tensor | None, is_changed: bool) -> str:
