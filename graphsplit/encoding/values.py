@@ -17,7 +17,7 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     array of NumPy     {"$ndarray": ["<f8", shape, {"$tensor": ...}]}, its bytes
     dtype, device      {"$dtype": "float32"}, {"$device": "cpu"}
     SimpleNamespace    {"$namespace": {...}}
-    member of an Enum  {"$enum": ["module:Class", "NAME"]}
+    member of an Enum  {"$enum": ["module:Class", "NAME"]}; flags put together: their number
 
 A tensor is named by the way to it, so that a person who opens the file knows what it is. The class
 of an enumeration is found among those that the process has loaded, never imported.
@@ -31,7 +31,8 @@ import marshal
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, MutableMapping
-from enum import Enum
+from contextlib import suppress
+from enum import Enum, Flag
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,8 +154,9 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
         return value.encode(tensors, path)
     if kind is dict or isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
-    if isinstance(value, Enum) and value.name in kind.__members__:  # no flags put together
-        return {"$enum": [f"{kind.__module__}:{kind.__qualname__}", value.name]}
+    if is_known_member(value):
+        name = value.name if value.name in kind.__members__ else value.value
+        return {"$enum": [f"{kind.__module__}:{kind.__qualname__}", name]}
     if has_bits(value):
         return _encode_bits(value, tensors, path)
     if isinstance(value, float):
@@ -270,7 +272,7 @@ def _decode_rare(tag: str, content: Any) -> Any:
     match tag, content:
         case "$dtype", str(name) if name in DTYPES:
             return DTYPES[name]
-        case "$enum", [str(where), str(name)]:
+        case "$enum", [str(where), str() | int() as name]:
             return _member(where, name)
         case "$numpy", [str(kind), str(text)] if kind[1:2] in _NUMBERS:
             return np.frombuffer(bytes.fromhex(text), kind)[0]
@@ -281,12 +283,23 @@ def _decode_rare(tag: str, content: Any) -> Any:
     raise CheckpointError(f"a saved value is marked {tag!r}, which nobody writes")
 
 
-def _member(where: str, name: str) -> Enum:
+def is_known_member(value: Any) -> bool:
+    """Whether this is a member of an enumeration that can be found again."""
+    return isinstance(value, Enum) and (
+        value.name in type(value).__members__ or isinstance(value, Flag)
+    )
+
+
+def _member(where: str, name: str | int) -> Enum:
     waiting: list[type[Enum]] = [Enum]
     while waiting:
         known = waiting.pop()
-        if f"{known.__module__}:{known.__qualname__}" == where and name in known.__members__:
-            return known[name]
+        if f"{known.__module__}:{known.__qualname__}" == where:
+            if isinstance(name, int) and issubclass(known, Flag):
+                with suppress(ValueError):
+                    return known(name)
+            elif name in known.__members__:
+                return known[str(name)]
         waiting += known.__subclasses__()
     raise CheckpointError(
         f"{where.replace(':', '.')}.{name} was saved, and this process knows no such enumeration\n"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
-from graphsplit.encoding.values import has_bits
+from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
@@ -322,7 +322,7 @@ def can_be_written(value: Any) -> bool:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return kind in _OF_VALUES and all(map(can_be_written, value))
     if isinstance(value, Enum):
-        return value.name in kind.__members__
+        return is_known_member(value)
     return value is MISSING or has_bits(value) or isinstance(value, _WRITTEN)
 
 

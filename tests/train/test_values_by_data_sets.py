@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -95,6 +96,24 @@ def by_flag() -> Any:
     return net, loss_fn, lambda index, num_read: flags.update(absolute=index > 6)
 
 
+def by_flags_put_together() -> Any:
+    """What forward puts together its class keeps, whoever asks for it later."""
+
+    class Parts(enum.Flag):
+        SIGN, SCALE, SHIFT = 1, 2, 4
+
+    parts = {"on": Parts.SIGN}
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(outputs, target) * (parts["on"] | Parts.SHIFT).value
+        return loss * 2 if Parts.SCALE in parts["on"] else loss
+
+    def change(index: int, num_read: int) -> None:
+        parts["on"] = Parts(1 + index // 4) | Parts.SIGN
+
+    return Scaled(), loss_fn, change
+
+
 def by_an_entry_that_it_adds() -> Any:
     entries: dict[str, float] = {}
 
@@ -119,7 +138,10 @@ def train_on(make: Callable[[], Any], microbatches: int) -> Any:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     "make",
-    [by_attribute, by_flag, by_an_entry_that_it_adds, by_its_count_from_the_second_epoch_on],
+    [
+        *(by_attribute, by_flag, by_flags_put_together, by_an_entry_that_it_adds),
+        by_its_count_from_the_second_epoch_on,
+    ],
 )
 def test_what_a_data_set_changes_is_changed_on_all_workers(
     make: Callable[[], Any], microbatches: int

@@ -193,7 +193,7 @@ def compare(
         lines += _differing(leaders, ranks, changed(), here)
     lines += settings(mine.settings, leaders.settings, ranks)
     # In the first line, which all workers and the scheduler tell.
-    differing = "; ".join(lines) or "they have seen other states before"
+    differing = "; ".join(dict.fromkeys(lines)) or "they have seen other states before"
     raise PlanMismatchError(
         f"the Python values that a step depends on differ before a {mode.step} of workers "
         f"{leader} and {rank}: {differing}\n"
