@@ -39,7 +39,7 @@ from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.data_watch import FIX
 from graphsplit.feeding.groups import Groups, num_batches
-from graphsplit.feeding.left_by_loaders import LeftByLoader, read_before
+from graphsplit.feeding.left_by_loaders import LeftByLoader, left_stays, read_before
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.own_rows import OwnRows, checksum_of, fit, is_all_read
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
@@ -173,8 +173,7 @@ class Feed:
             if is_known := self._step > 0:
                 watch.look()
             division = None if self._is_stopped() else self._draw_from(cursor)
-            process = watch.look()
-            state = torch.default_generator.get_state()
+            process, state = watch.look(), torch.default_generator.get_state()
             is_same_state = is_known and torch.equal(state, self._known)
             news = b"" if is_same_state else state.numpy().tobytes()
             previous = self._checksum or 0
@@ -286,7 +285,7 @@ class Feed:
             divisions = self._rows.divisions(self._start, leads=self._is_leading)
         divisions = _drawn(divisions, self._job, is_alone=is_alone)
         groups = Groups(divisions, self._outlook)
-        with self._planner.writes.read_again():
+        with self._planner.writes.read_again(), left_stays(self._planner, self._mode):
             for _ in range(self._num_batches):
                 groups.skip()
         return groups if self._is_grouped else divisions
@@ -426,7 +425,8 @@ class Feed:
         """This reader's batch, compared with the ticket."""
         division, self._next = self._next, None
         if self._cursor is None:
-            division = self._draw()
+            with left_stays(self._planner, self._mode):
+                division = self._draw()
             self._planner.writes.pass_over()
         if division is None:
             raise self._mismatch("its loader has ended", "the leader's has a batch")

@@ -17,6 +17,9 @@ import torch
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import EpochStart
+from graphsplit.guards.changes import put_all_back
+from graphsplit.guards.values import freeze
+from graphsplit.guards.visitor import Noted
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.planning.compared.writes import written_apart
@@ -115,3 +118,15 @@ def read_before(planner: Planner, start: EpochStart) -> Iterator[None]:
     put_requires_grad(planner.trainable, trained)
     for group, setting in zip(groups, settings, strict=True):
         group.update(setting)
+
+
+@contextmanager
+def left_stays(planner: Planner, mode: Mode) -> Iterator[None]:
+    """Inside, batches are read whose steps have left their values in Python: these stay.
+
+    A data set that puts a counter back to zero does so before the step that counts.
+    """
+    changes = (c for r in planner.recordings if r.mode is mode for c in r.graph.state.changes)
+    left = [Noted(change.place, freeze(change.place.read())) for change in changes]
+    yield
+    put_all_back(left)

@@ -234,6 +234,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         trainable=(),
         plan_for=lambda *a, **k: planned,
         writes=Writes(dict, ComparedWrites(), ParameterHooks(dict, dict, int)),
+        recordings=(),
         values_shared_with=lambda loader: SharedValues((), ()),
         keep_at_least=lambda number: None,
         num_kept=0,
