@@ -214,6 +214,11 @@ def drop_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     leaves = pytree.tree_leaves([dict(entry) for entry in optimizer.state.values()])
     values = [leaf for leaf in leaves if not isinstance(leaf, LoopValue)]
     loop.taken.note(f"{type(optimizer).__name__}.load_state_dict", values)
+    forget_others(optimizer)
+
+
+def forget_others(optimizer: torch.optim.Optimizer) -> None:
+    """Forget what is kept of parameters that live on other workers."""
     order_of(optimizer).note_loaded(list(optimizer.state))
     for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
         del optimizer.state[parameter]

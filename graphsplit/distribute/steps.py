@@ -23,6 +23,7 @@ from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import (
     OptimizerState,
     drop_others,
+    forget_others,
     give_whole_state,
     hide_others,
     show_here,
@@ -110,8 +111,10 @@ def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
         owned = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
         # Later on all have their own entries: nothing was loaded where there are no others.
-        if state is None or any(map(is_elsewhere, optimizer.state)):
+        if state is None:
             drop_others(optimizer, loop)
+        elif any(map(is_elsewhere, optimizer.state)):  # on this worker alone, it may be
+            forget_others(optimizer)
         state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
         state.owned, state.settled_at = owned, loop.num_settled
     return state

@@ -232,6 +232,9 @@ class LoopValue(torch.Tensor):
                 return _operation(func, name, args, kwargs)
         return _operation(func, name, args, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # also in a copy of what holds it
+        return SPECIAL["__deepcopy__"](torch.Tensor.__deepcopy__, (self, memo), {})
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import accelerate
+import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
 
-from graphsplit.collectives.calls import broadcast_object
+from graphsplit.collectives.calls import all_reduce, broadcast_object
 from graphsplit.errors import ConfigurationError
 from graphsplit.integrations.workers import (
     distributed,
@@ -85,6 +86,15 @@ class Accelerator(accelerate.Accelerator):
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """As in ``accelerate``: every worker has the values then."""
         return told(super().reduce(tensor, *args, **kwargs))
+
+    def check_trigger(self) -> bool:
+        """As in ``accelerate``: whether any worker has set it; the answer goes to all."""
+        if self._graphsplit_job is not None:
+            ours: Any = self
+            mine = torch.tensor(0) if ours.flag_tensor is None else ours.flag_tensor
+            ours.flag_tensor = all_reduce(mine, "max")
+        found: bool = super().check_trigger()
+        return found
 
     def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
         """As in ``accelerate``, on the main process; all workers ask for the values."""

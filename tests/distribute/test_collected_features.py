@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -255,7 +256,36 @@ def test_a_value_that_is_modified_and_then_replaced_is_not_given_as_it_was() -> 
     assert "after a later call of the network had modified it in place" in told
 
 
-@pytest.mark.parametrize("loop", [two_in_one, averaged, growing], ids=lambda loop: loop.__name__)
+class WithGrid(nn.Module):
+    """Forward keeps the grid of the latest batch's size, in a list of the network's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.grids = nn.Linear(5, 4), nn.Linear(4, 3), [torch.empty(0)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        if len(self.grids[0]) != len(x):
+            self.grids[0] = torch.arange(float(len(x)))[:, None] * self.first.bias.detach()
+        return self.last(self.first(x) + self.grids[0])
+
+
+def copied(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """An averaged network, copied with what its forward has kept."""
+    net = WithGrid()
+    net = distribute(placed(net, [net.first, net.last], ranks))
+    for size in (6, 3):
+        net(torch.randn(size, 5)).sum().backward()
+        other = copy.deepcopy(net)
+        with torch.no_grad():
+            net.first.bias.mul_(2)
+            yield other(torch.randn(size, 5)).tolist(), other(torch.randn(4, 5)).tolist()
+        yield other.grids[0].sum().item(), net.grids[0].sum().item()
+
+
+@pytest.mark.parametrize(
+    "loop", [two_in_one, averaged, growing, copied], ids=lambda loop: loop.__name__
+)
 def test_what_is_left_may_be_shared_read_and_kept(loop: Loop) -> None:
     assert_same_bits(loop, 3)
 

@@ -106,23 +106,27 @@ def results(net: Any, optimizer: Any, counts: Any, *others: Any) -> Any:
 
 
 def plain_epochs(gs: Any, ranks: list[int]) -> Any:
-    """The loop around it is Python's own, and a scheduler steps there."""
+    """The loop around it is Python's own, and a scheduler steps there; a hook collects features."""
     net = network(ranks)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     net = gs.distribute(net)
     losses: list[float] = []
+    features: dict[str, Any] = {}
+    net[3].register_forward_hook(lambda module, given, output: features.update(middle=output))
     data = loader(None)
     random.seed(1)
     np.random.seed(2)
     for _ in range(3):
         for i, (x, y) in gs.loop(data, keep=[scheduler, losses], numbered=True):
             loss = nn.functional.cross_entropy(net(x), y)
+            loss = loss + 0.1 * features["middle"].square().mean()
             (loss / 2).backward()
             if i % 2:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
+            features.clear()
         scheduler.step()
     return results(net, optimizer, losses, scheduler)
 

@@ -155,6 +155,14 @@ def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(
     assert difference(states, others) is None
 
 
+def test_a_trigger_that_one_worker_sets_is_seen_by_all() -> None:
+    pytest.importorskip("accelerate", reason="needs graphsplit[accelerate]")
+    job = run_job("trigger.py", workers=2, imports=IMPORTS["accelerate_loop.py"])
+    assert job.status == 0, job.output[-6000:]
+    for rank in range(2):
+        assert job.said_by(f"worker {rank}") == ["False", "True", "False"]
+
+
 def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
     tmp_path: Path, plain_folder: Path
 ) -> None:

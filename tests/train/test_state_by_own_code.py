@@ -291,6 +291,33 @@ def test_values_that_differ_between_workers_are_not_mixed(loaded: str) -> None:
     assert "call gs.barrier() in between" in str(caught.value)
 
 
+def test_a_network_that_an_optimizer_steps_later_has_what_was_loaded() -> None:
+    def trained(place: bool) -> Any:
+        torch.manual_seed(0)
+        nets: Any = [nn.Linear(4, 2), nn.Linear(4, 2)]
+        optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], 0.1, 0.9)
+        loaded = optimizer.state_dict()
+        buffers = [p.detach() + 1 for net in nets for p in net.parameters()]
+        loaded["state"] = {n: {"momentum_buffer": value} for n, value in enumerate(buffers)}
+        if place:
+            for net in nets:
+                net.place("MS_WORKER", 0)
+            nets = [gs.distribute(net) for net in nets]
+        optimizer.load_state_dict(loaded)
+        losses = []
+        for used in ([nets[0]], nets, nets):
+            loss = sum(net(torch.ones(3, 4)).square().sum() for net in used)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [net.state_dict() for net in nets], optimizer.state_dict()["state"]
+
+    expected = trained(False)
+    for found in ThreadCluster(lambda rank: trained(True), 2, is_recoverable=False).run():
+        assert difference(expected, found) is None
+
+
 def test_a_state_that_does_not_fit_is_an_error_that_an_own_loop_may_catch() -> None:
     def trained(place: bool) -> Any:
         torch.manual_seed(0)

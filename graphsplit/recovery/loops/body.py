@@ -276,5 +276,6 @@ def _in_a_dictionary(label: str) -> str:
     return (
         f"  Fix: keep it in a dictionary: counts = {{{name!r}: ...}} before the loop, "
         f"counts[{name!r}] in its body, and gs.loop(..., keep=[..., counts]); or give its class "
-        f"state_dict() and load_state_dict(), a module a buffer, and keep the object."
+        f"state_dict() and load_state_dict(), a module a buffer, and keep the object. What hooks "
+        f"collect, empty at the end of the body."
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.state.kept_names import register_again
+from graphsplit.capture.state.kept_names import is_kept_name, register_again
 from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.forms import forget_waiting_forms, kept_forms, put_forms
 from graphsplit.checkpoint.opaque_memory import OpaqueMemory
@@ -178,6 +178,8 @@ def put_tensors(
     named = named_state(network, None)
     for name, has_gradient in names:
         target, value = named.get(name), part.tensor(f"{path}:{name}")
+        if target is None and is_kept_name(name):  # nothing stands for it at this batch
+            continue
         if target is None or is_elsewhere(target) or target.shape != value.shape:
             raise CheckpointError(f"the snapshot does not hold {name} as this worker has it")
         with torch.no_grad():
@@ -231,12 +233,13 @@ class LoopOptimizers:
         for index, one in enumerate(self._all):
             order = order_of(one)
             order.note(one)
-            entries = {p: state for p, state in one.state.items() if not is_elsewhere(p)}
+            is_settled = state_of(one) is not None  # until then each worker has all entries
+            entries = {p: s for p, s in one.state.items() if not (is_settled and is_elsewhere(p))}
             values = {
                 "settings": settings_of(one),
                 "members": [[self._name(one, p) for p in group] for group in members_of(one)],
                 "num_steps": order.num_steps,
-                "is_settled": state_of(one) is not None,
+                "is_settled": is_settled,
                 "state": [
                     [self._name(one, p), list(order.made.get(p, (0, 0))), dict(state)]
                     for p, state in entries.items()
