@@ -19,6 +19,7 @@ from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, positio
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.modes import begin_training
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
@@ -40,6 +41,7 @@ class Leading:
         self._job = job
         self._planner = planner
         self._progress = progress
+        self._has_trained = False
         self.start_over()
 
     def start_over(self) -> None:
@@ -88,6 +90,7 @@ class Leading:
         """
         is_training = mode is Mode.TRAIN
         if is_training:
+            self._begin_training()
             self._progress.begin()
         if not self._planner.owners:  # the data set may write before there is a plan
             self._planner.writes.look(compares_hooks=False)
@@ -125,6 +128,8 @@ class Leading:
         """
         batch, is_training = division.shape(), mode is Mode.TRAIN
         like = mode, batch, scale is None
+        if is_training and not self._has_trained:
+            self._begin_training()
         if self._job.num_workers > 1:
             checksum = fingerprint(division.arguments)
             if scale is not None:
@@ -142,6 +147,11 @@ class Leading:
         )
         self._last = like, planned.first
         return planned
+
+    def _begin_training(self) -> None:
+        """As an epoch of a plain loop begins, before anybody looks at the Python around it."""
+        self._has_trained = True
+        begin_training(self._task.network)
 
     def _like_last(self, like: tuple[Any, ...]) -> ReadyPlan | None:
         """The plan that the next step runs, if it is like the last one and no value has changed."""

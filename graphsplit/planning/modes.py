@@ -49,6 +49,27 @@ def ensure_training(network: nn.Module) -> None:
         network.train()
 
 
+def begin_training(network: nn.Module) -> None:
+    """Do what ``net.train()`` of a plain loop does; a module that is in eval mode stays so.
+
+    A class may have a ``train`` of its own, which leaves some of its modules in eval mode.
+    """
+    if network.training and not any(map(_has_own_train, network.modules())):
+        return
+    modes = [(module, module.training or not network.training) for module in network.modules()]
+    network.train()
+    modes = [(module, module.training and was_training) for module, was_training in modes]
+    for module, is_training in modes:
+        if module.training is not is_training:
+            module.train(is_training)
+    for module, is_training in modes:
+        module.training = is_training
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    return type(module).train is not nn.Module.train or "train" in vars(module)
+
+
 @contextmanager
 def as_in(mode: Mode, network: nn.Module) -> Iterator[None]:
     """Let modules have the modes inside that a step of a mode would find; then those they had.

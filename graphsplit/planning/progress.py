@@ -13,6 +13,7 @@ from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import Mode
 from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure
+from graphsplit.guards.places import PlaceKind
 from graphsplit.guards.values import shown
 from graphsplit.logs import say
 from graphsplit.partition.plan import PartitionPlan
@@ -169,7 +170,11 @@ def warn_of_captures(failure: Failure, count: int, seconds: float, *, is_answer:
     """Warn of a place for which a step is captured again and again."""
     place = failure.place
     fix = (
-        "compute with the tensor itself; or put the lines around this one into a module with "
+        f"compute with the buffer itself, by indices that are tensors (index_copy_, torch.where), "
+        f"not with its number; or put the lines around this one into a module with nothing placed "
+        f"inside, and mark it: gs.opaque(module)."
+        if place.kind is PlaceKind.NUMBER
+        else "compute with the tensor itself; or put the lines around this one into a module with "
         "nothing placed inside, which is kept whole."
         if is_answer
         else f"keep it in a tensor (register_buffer) that is changed in place; or say that it "

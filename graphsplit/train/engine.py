@@ -23,7 +23,7 @@ from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
 from graphsplit.marks.annotations import check_blocks
 from graphsplit.optimizers.own_step import by_the_model, note_used
-from graphsplit.planning.modes import ensure_training, evaluating
+from graphsplit.planning.modes import begin_training, ensure_training, evaluating
 from graphsplit.planning.step_plan import TrainingProgress, total_loss
 from graphsplit.planning.task import Task, materialize_all, trainable_of
 from graphsplit.planning.trainable import check_value
@@ -140,6 +140,7 @@ class EagerEngine(Engine):
         self._task = task
         self.progress = TrainingProgress(accumulate=task.accumulate)
         self._last_norm: torch.Tensor | None = None
+        self._has_trained = False
         self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
         self.sums = task.part_sums or PartSums()
@@ -152,7 +153,7 @@ class EagerEngine(Engine):
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each loss."""
-        ensure_training(self._task.network)
+        self._begin_training()
         self.progress.begin()
         has_loss_fn = self._task.loss_fn is not None
         drawn = iter(start.batches(loader))
@@ -190,9 +191,16 @@ class EagerEngine(Engine):
         for optimizer in self._task.optimizers:
             optimizer.zero_grad(set_to_none=self._task.set_to_none)
 
+    def _begin_training(self) -> None:
+        self._has_trained = True
+        begin_training(self._task.network)
+
     def _add_gradients(self, division: Division, scale: float) -> torch.Tensor:
         self.progress.begin()
-        ensure_training(self._task.network)
+        if self._has_trained:
+            ensure_training(self._task.network)
+        else:
+            self._begin_training()
         found: list[dict[str, Any]] = []
         if division.weights:
             loss = self._accumulate(division, found, scale)

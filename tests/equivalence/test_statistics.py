@@ -1,4 +1,4 @@
-"""Running statistics that are added afterwards have the bits of a batch norm that adds them."""
+"""Running statistics that are added afterwards have the bits of a batch norm; frozen ones stay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from equivalence_helpers import batches_of, rows_against_target
+from simulated.simulate import SimulatedCluster
+from torch import nn
 
+from graphsplit.planning.task import Task
 from graphsplit.rewrite import buffer_updates
 from graphsplit.rewrite.buffer_updates import adds_so, fold_statistics
 
@@ -63,3 +67,35 @@ def test_statistics_that_are_not_finite() -> None:
 def test_this_torch_adds_them_so() -> None:
     assert adds_so(torch.float32) and adds_so(torch.float64)
     assert not adds_so(torch.bfloat16)
+
+
+class _Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> _Frozen:
+        super().train(mode)
+        self[0].train(False)
+        return self
+
+
+def test_norms_that_a_train_of_the_networks_own_freezes_are_frozen_on_workers() -> None:
+    def network() -> Any:
+        torch.manual_seed(0)
+        return _Frozen(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def make_task() -> Task:
+        net = network()
+        net[0].place("MS_WORKER", 0)
+        net[3].place("MS_WORKER", 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        return Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+
+    net = network().train()
+    optimizer, cluster = torch.optim.SGD(net.parameters(), lr=0.05), SimulatedCluster(make_task, 2)
+    for inputs, target in batches_of(8, 3, num=3):
+        optimizer.zero_grad()
+        loss = rows_against_target(net(inputs), target)
+        loss.backward()
+        optimizer.step()
+        found = cluster.train_step(((inputs, target), {}))
+        assert all(torch.equal(loss.detach(), other) for other in found)
+    mean = cluster.owner_of("net.0.running_mean").task.network[0].running_mean
+    assert torch.equal(mean, net[0].running_mean)

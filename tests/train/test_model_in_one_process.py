@@ -239,3 +239,42 @@ def test_a_plan_is_shown_for_a_batch_only() -> None:
     model.train_step(torch.ones(1, 2), torch.zeros(1).long())
     with pytest.raises(ConfigurationError, match="the plain loop, without a plan\n  Fix: pass a"):
         model.explain()
+
+
+def test_a_network_with_a_train_of_its_own_has_it_called_as_a_plain_loop_calls_it():
+    calls: list[bool] = []
+
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Frozen:
+            calls.append(mode)
+            super().train(mode)
+            self[0].train(False)
+            return self
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return Frozen(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Dropout(0.5))
+
+    reference, nets = network(), [network() for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (reference, *nets)]
+    reference.train()
+    reference[1].eval()
+    for inputs, target in BATCHES:
+        optimizers[0].zero_grad()
+        nn.functional.cross_entropy(reference(inputs), target).backward()
+        optimizers[0].step()
+    calls.clear()
+    for net, optimizer in zip(nets, optimizers[1:], strict=True):
+        net[1].eval()  # on purpose, and it stays so
+        torch.manual_seed(0)
+        _ = network()  # draws what the reference has drawn
+        model = gs.Model(net, nn.CrossEntropyLoss(), optimizer)
+        if net is nets[0]:
+            model.train(1, BATCHES)
+        else:
+            for inputs, target in BATCHES:
+                model.train_step(inputs, target)
+        assert calls == [True]
+        assert [module.training for module in net.modules()] == [True, False, False, True, True]
+        assert_same(net.state_dict(), reference.state_dict())
+        calls.clear()
