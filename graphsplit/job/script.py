@@ -71,7 +71,7 @@ class Script:
         """
         if self._calls is None or changes_nothing:
             return calls
-        return self._calls.around(calls)
+        return self._calls.around(calls, engine)
 
     def collective(self, call: ModelCall) -> Any:
         """Run a call that all workers make."""

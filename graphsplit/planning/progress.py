@@ -170,9 +170,9 @@ def warn_of_captures(failure: Failure, count: int, seconds: float, *, is_answer:
     """Warn of a place for which a step is captured again and again."""
     place = failure.place
     fix = (
-        f"compute with the buffer itself, by indices that are tensors (index_copy_, torch.where), "
-        f"not with its number; or put the lines around this one into a module with nothing placed "
-        f"inside, and mark it: gs.opaque(module)."
+        "compute with the buffer itself, by indices that are tensors (index_copy_, torch.where), "
+        "not with its number; or put the lines around this one into a module with nothing placed "
+        "inside, and mark it: gs.opaque(module)."
         if place.kind is PlaceKind.NUMBER
         else "compute with the tensor itself; or put the lines around this one into a module with "
         "nothing placed inside, which is kept whole."

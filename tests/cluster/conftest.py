@@ -121,9 +121,9 @@ class Driver:
             if isinstance(messages[-1], Formed):
                 self.say(node, Ready(messages[-1].generation))
 
-    def form(self) -> Driver:
+    def form(self, **changes: object) -> Driver:
         for rank in range(self.rules.num_workers):
-            self.register(rank, registration(str(rank)))
+            self.register(rank, registration(str(rank), **changes))
         self.answer_plan()
         assert all(messages[-1] == Started(1) for messages in self.sent.values())
         self.sent.clear()

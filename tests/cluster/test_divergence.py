@@ -75,6 +75,27 @@ def test_the_end_of_a_script_is_the_last_call():
     assert differ(history("train", END_OF_SCRIPT), history("train", ".", ".")) != ""
 
 
+def test_calls_of_models_in_another_order_are_found():
+    class Calls:
+        def predict(self) -> None:
+            told.append(histories[-1].made())
+
+    histories: list[CallHistory] = []
+    told: list[CallsMade] = []
+    for order in ((0, 1, 0), (0, 1, 1)):
+        histories.append(CallHistory())
+        models = [histories[-1].around(Calls(), Engine()) for _ in range(2)]
+        for model in order:
+            models[model].predict()
+    assert differ(told[2], told[5]) in ("predict", "Model 2.predict")
+    assert differ(told[1], told[4]) == "", "they were alike until then"
+    assert told[0].within.name == "predict", "the first one's name is its method's"
+
+
+class Engine:
+    """What a Model is known by."""
+
+
 def test_an_extra_call_that_is_over_took_nobody_else():
     assert differ(history("state_dict", "/", "train", "."), history("train", ".")) == ""
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
@@ -61,12 +62,30 @@ class CallHistory:
         self._reads_alone = False
         self._refusal = ""
         self._process = os.getpid()
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._num_owners = 0
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Calls, ...], tuple[_Call, ...]] = (0, 0, (), ())
 
-    def around(self, calls: T) -> T:
-        """The same methods, each of which is noted under its name as a call of all workers."""
-        return cast(T, _Noted(self, calls))
+    def around(self, calls: T, owner: Any = None) -> T:
+        """The same methods, each of which is noted under its name as a call of all workers.
+
+        Args:
+            calls: Has the methods.
+            owner: Whose they are, a Model's engine: those of the second one that is called, and of
+                later ones, are told apart by its number.
+        """
+        return cast(T, _Noted(self, calls, owner))
+
+    def name_of(self, owner: Any, name: str) -> str:
+        """The name of a call of a Model, which comes now."""
+        if owner is None:
+            return name
+        if owner not in self._numbers:
+            self._num_owners += 1
+            self._numbers[owner] = self._num_owners
+        number = self._numbers[owner]
+        return name if number == 1 else f"Model {number}.{name}"
 
     @property
     def is_reading(self) -> bool:
@@ -127,8 +146,9 @@ class CallHistory:
         thread = get_ident()
         if within and thread != self._thread:
             other = _told(*within[-1])
+            at = other.source and f" at {other.source}"
             self._refuse(
-                f"{name}() is called while another thread is in {other.name}() at {other.source}: "
+                f"{name}() is called while another thread is in {other.name}(){at}: "
                 f"all workers make their calls in the same order, which two threads do not keep\n"
                 f"  Fix: call it in the thread that trains, as in a callback."
             )
@@ -158,15 +178,17 @@ class CallHistory:
 class _Noted:
     """Has the methods of some calls; each notes when it begins and ends."""
 
-    def __init__(self, history: CallHistory, calls: Any) -> None:
+    def __init__(self, history: CallHistory, calls: Any, owner: Any) -> None:
         self._history = history
         self._calls = calls
+        self._owner = owner
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         history, method = self._history, getattr(self._calls, name)
+        shown = history.name_of(self._owner, name)
 
         def noted(*arguments: Any) -> Any:
-            history.begin(name)
+            history.begin(shown)
             try:
                 return method(*arguments)
             finally:

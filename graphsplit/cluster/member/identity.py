@@ -96,12 +96,14 @@ class ReportedPosition:
         if last != self.progress:
             return found
         waiting = self.waiting_source()
-        if waiting is not None:
-            peer, what = waiting
-            return bounded_location(replace(found, waits_for=peer, waits_what=what))
         main = threading.main_thread().ident
         frame = sys._current_frames().get(main) if main is not None else None
-        return bounded_location(replace(found, source=line_now(frame)))
+        if waiting is None or not found.source:
+            found = replace(found, source=line_now(frame))
+        if waiting is not None:
+            peer, what = waiting
+            found = replace(found, waits_for=peer, waits_what=what)
+        return bounded_location(found)
 
 
 def failure_kind(error: BaseException) -> str:

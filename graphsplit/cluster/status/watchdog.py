@@ -17,7 +17,7 @@ from graphsplit.text import join_numbers
 
 _MOST_CHAINS = 8
 _MOST_LINKS = 16
-_LONGEST_S = 60.0
+_LONGEST_S = 20.0
 
 
 class Watchdog:
@@ -86,6 +86,37 @@ def _chain(
         if (is_known and len(passed) > 1) or len(passed) == _MOST_LINKS:
             return [*lines, "as told above" if is_known else "and so on"]
         rank, subject = waits_for[0], "which"
+
+
+def closed_circle(status: JobStatus, for_s: float) -> str:
+    """Workers that wait for each other, so that none can go on, in words; empty if there are none.
+
+    Each has said so for some time. A value of a plan may be under way between two hosts for long: a
+    wait for one proves nothing.
+    """
+    by_rank = {worker.rank: worker for worker in status.workers}
+    blocked = {
+        rank: [one for one in status.waits_for(worker) if one in by_rank]
+        for rank, worker in by_rank.items()
+        if worker.location.edge is None and worker.still_s - worker.heard_s >= for_s
+    }
+    for start in blocked:
+        passed: list[int] = []
+        rank: int | None = start
+        while rank is not None and rank not in passed:
+            passed.append(rank)
+            rank = next((one for one in blocked[rank] if blocked.get(one)), None)
+        if rank is not None:
+            circle = [by_rank[one] for one in passed[passed.index(rank) :]]
+            return "; ".join(
+                f"worker {one.rank} {_wait(one, status.waits_for(one))}{_at(one)}"
+                for one in circle[:_MOST_CHAINS]
+            )
+    return ""
+
+
+def _at(worker: WorkerStatus) -> str:
+    return worker.location.source and f", at {worker.location.source}"
 
 
 def standing_still(status: JobStatus, rank: int) -> int | None:

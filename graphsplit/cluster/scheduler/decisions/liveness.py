@@ -10,9 +10,12 @@ from graphsplit.cluster.scheduler.job.divergence import describe_divergence, div
 from graphsplit.cluster.scheduler.job.events import Drop, ToldByLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
+from graphsplit.cluster.status.watchdog import closed_circle
 from graphsplit.cluster.wire.limits import FROZEN_AFTER_S
 from graphsplit.cluster.wire.messages import NO_CALLS, Failed, FailureNoted, Heartbeat, Progress
 from graphsplit.failure import FailureCause
+
+_CIRCLE_S = 8.0
 
 
 def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present: bool) -> None:
@@ -153,6 +156,7 @@ def forgive_own_silence(job: JobState) -> None:
     if gap > FROZEN_AFTER_S:
         for worker in job.roster:
             worker.last_seen += gap
+            worker.last_change += gap
 
 
 def tick(job: JobState) -> None:
@@ -173,6 +177,17 @@ def tick(job: JobState) -> None:
 
 
 def watch(job: JobState) -> None:
-    """Report a stall now and then, before it ends the job."""
-    if job.phase is JobPhase.RUNNING and job.liveness.watchdog.is_due(view.still_s(job)):
+    """Report a stall now and then, before it ends the job; end a job whose workers are in a circle.
+
+    A worker's wait is as it was a second ago, and a message takes its time; between two hosts a
+    link that is down may hold it up, which is told as what it is: so not at once.
+    """
+    if job.phase is not JobPhase.RUNNING:
+        return
+    still_s = view.still_s(job)
+    is_one_host = len({one.registration.host for one in job.roster}) == 1
+    after_s = _CIRCLE_S if is_one_host else _CIRCLE_S + job.rules.silence_s
+    if still_s >= after_s and (circle := closed_circle(view.status(job, job.now), after_s)):
+        ending.fail(job, causes.in_circle(circle))
+    elif job.liveness.watchdog.is_due(still_s):
         view.log_stall(job, level="warning")

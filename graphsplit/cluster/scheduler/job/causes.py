@@ -73,6 +73,16 @@ def unrecovered(
     return replace(first, message=message)
 
 
+def in_circle(circle: str) -> FailureCause:
+    """Workers wait for each other, and nothing can change that."""
+    return FailureCause(
+        "disagreement",
+        f"the workers wait for each other in a circle, and none of them can go on: {circle}\n"
+        f"  Fix: every worker makes the same calls in the same order, and for each gs.recv another "
+        f"worker calls gs.send, in an order in which one of them begins",
+    )
+
+
 def stands_still(worker: Worker, waiting: FailureCause, timeout_s: float) -> FailureCause:
     """A worker does not go on, and others have waited for it too long."""
     message = (

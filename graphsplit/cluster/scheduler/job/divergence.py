@@ -96,7 +96,7 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
 
 def _is_usual(name: str) -> bool:
     """Whether all should be there, sooner or later: in training, or a call of a network."""
-    return name in (END_OF_SCRIPT, "train") or name.startswith(CALL_OF)
+    return name == END_OF_SCRIPT or name.endswith("train") or name.startswith(CALL_OF)
 
 
 def _place(calls: CallsMade) -> str:
