@@ -9,7 +9,7 @@ step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,11 +25,13 @@ from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.attributes import MADE_BUFFERS, buffers_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.replaced import (
     FILLING,
     LOOKING,
     SAVING,
+    UPDATE_AVERAGE,
     call_instead,
     copy_modules_by,
     deep_copy,
@@ -66,8 +68,32 @@ def _is_reading(job: Job) -> bool:
 def _call_looking(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     kept = _kept_in((args, kwargs))
     tensors = [*_tensors_in((args, kwargs)), *(buffer for _, _, buffer in kept)]
-    with _whole(tensors, original.__name__), _in_place(kept):
+    modules = [m for one in args if isinstance(one, nn.Module) for m in one.modules()]
+    hidden = modules if original.__name__ == UPDATE_AVERAGE.__name__ else ()
+    with _whole(tensors, original.__name__), _in_place(kept), _with_eager_buffers(hidden):
         return original(*args, **kwargs)
+
+
+@contextmanager
+def _with_eager_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules have the buffers of eager mode, inside; averages pair them by their order.
+
+    The others are plain tensors there, in attributes, dictionaries and lists.
+    """
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        table, made = buffers_of(module), vars(module).get(MADE_BUFFERS, ())
+        hidden = [name for name in table if name in made or is_kept_name(name)]
+        if hidden:
+            before.append((table, dict(table)))
+            for name in hidden:
+                del table[name]
+    try:
+        yield
+    finally:
+        for table, whole in before:
+            table.clear()
+            table.update(whole)
 
 
 def _kept_in(given: Any) -> list[tuple[dict[str, Any], str, torch.Tensor]]:

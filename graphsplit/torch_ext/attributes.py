@@ -41,6 +41,9 @@ CALL = "_call_impl"  # what calling a module runs
 CALLS = (CALL, "_compiled_call_impl")
 NOT_SAVED = "_non_persistent_buffers_set"  # the names of buffers that no state dictionary holds
 _NOT_THE_USERS = ALL_HOOKS | {*TABLES, NOT_SAVED, "training", CALL}
+MADE_BUFFERS = (
+    "_graphsplit_made_buffers"  # names of buffers that are plain attributes in eager mode
+)
 FLAT_WEIGHTS = "_flat_weight"  # how the attributes begin in which a recurrent layer keeps weights
 
 # Saving and loading a module's state: methods that users override, and hooks.

@@ -56,6 +56,7 @@ READ_LOADER: Patch = (torch.utils.data.DataLoader, "__iter__")
 
 # Functions between steps, which scripts hold under names of their own: their code is replaced.
 # They look at the values of the modules that they are given.
+UPDATE_AVERAGE: Any = AveragedModel.update_parameters
 LOOKING: tuple[Any, ...] = (
     prune.identity,
     prune.random_unstructured,
@@ -75,7 +76,7 @@ LOOKING: tuple[Any, ...] = (
     torch.nn.utils.remove_weight_norm,
     torch.nn.utils.spectral_norm,
     torch.nn.utils.remove_spectral_norm,
-    AveragedModel.update_parameters,
+    UPDATE_AVERAGE,
 )
 # It opens a file before it looks at values; what is not here must be refused before.
 SAVING: tuple[Any, ...] = (torch.save,)

@@ -156,6 +156,46 @@ def test_an_average_may_begin_after_the_first_step(options: dict[str, Any]) -> N
     compare(run)
 
 
+class Keeping(nn.Module):
+    """A buffer, and tensors of its form in an attribute and a dictionary: none in eager mode."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.first.place("MS_WORKER", 0)
+        self.last.place("MS_WORKER", 1)
+        self.register_buffer("center", torch.zeros(4))
+        self.attribute, self.held = torch.ones(4), lambda: held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        self.center.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        self.attribute.mul_(0.9).add_(h.detach().mean(0))
+        held = self.held()
+        held["entry"] = held["entry"] * 0.9 + h.detach().mean(0)
+        return self.last(h - self.center) * self.attribute * held["entry"]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_average_has_the_buffers_of_eager_mode(first: int) -> None:
+    """Its buffers and those of the network are paired by their order."""
+
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Keeping({"entry": torch.ones(4)})
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found = []
+        for step in range(4):
+            if step == first:
+                average: Any = AveragedModel(net)
+            found.append(model.train_step(torch.randn(6, 3), torch.randn(6, 4)).clone())
+            if step >= first:
+                average.update_parameters(net)
+        return copy.deepcopy([found, model.state_dict(), average.module.state_dict()])
+
+    compare(run)
+
+
 def test_a_copy_after_the_first_step_is_whole_on_every_worker() -> None:
     def run(make: Any) -> Any:
         torch.manual_seed(0)

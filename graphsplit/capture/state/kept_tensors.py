@@ -375,11 +375,13 @@ def stand_ins_of(network: nn.Module) -> dict[str, KeptValue]:
 
 
 def register(network: nn.Module, name: str, buffer: torch.Tensor) -> None:
-    """Register a buffer for what is kept; in an order that does not depend on when that was.
-
-    A worker that comes back later is to record the same graphs.
-    """
+    """Register a buffer for what is kept."""
     network.register_buffer(name, buffer, persistent=False)
+    put_kept_last(network)
+
+
+def put_kept_last(network: nn.Module) -> None:
+    """Order a network's buffers whenever they were registered: workers record the same graphs."""
     buffers = buffers_of(network)
     for kept in sorted(name for name in buffers if name.startswith(KEPT)):
         buffers[kept] = buffers.pop(kept)

@@ -21,11 +21,11 @@ from torch import nn
 from torch.fx import Node
 
 from graphsplit.capture.operations.effects import alias_roots, written_operands
-from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in
+from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in, put_kept_last
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.guards.visitor import Noted
-from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_of
+from graphsplit.torch_ext.attributes import MADE_BUFFERS, buffers_of, parameters_of, storage_of
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -48,6 +48,8 @@ def make_buffers(modules: Mapping[str, nn.Module], keys: Collection[Key]) -> Non
         tensor = vars(module).pop(name, None)
         if tensor is not None:
             module.register_buffer(name, tensor, persistent=False)
+            vars(module).setdefault(MADE_BUFFERS, set()).add(name)
+            put_kept_last(module)
 
 
 def written_attributes(
