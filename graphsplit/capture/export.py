@@ -198,6 +198,7 @@ def _graph_of(
     note_written_later(graph_module.graph)
     if request.mode.records_gradients:
         keep_casts(graph_module.graph, _parameters(program, state))
+    graph_module.graph.lint()
     with_gradients, inputs_with_grad = request.mode.records_gradients, _inputs_with_grad(request)
     built = NodeBuilder(program, state, with_gradients, inputs_with_grad).built()
     return CapturedGraph(

@@ -57,7 +57,9 @@ class Place:
     @property
     def identity(self) -> tuple[int, PlaceKind, Any]:
         """A key that is equal for one place, while it is held."""
-        key = self.key if isinstance(self.key, Hashable) else repr(self.key)
+        key = self.key
+        if type(key) is not str and not isinstance(key, Hashable):
+            key = repr(key)
         return id(self.holder), self.kind, (type(key), key)
 
     def read(self) -> Any:

@@ -26,6 +26,7 @@ __all__ = [
     "ConstantSource",
     "PythonReferenceAnalysis",
     "SymNode",
+    "may_have_symbols",
     "only_what_is_read",
     "sympy_interp",
 ]
@@ -83,6 +84,10 @@ def _for_symbols_alone(owner: Any, name: str) -> Iterator[None]:
 def _has_symbols(module: GraphModule) -> bool:
     """Whether sizes had symbols when a graph was recorded; true where nothing tells."""
     values = (node.meta.get("val") for node in module.graph.nodes)
-    modes = (getattr(value, "fake_mode", None) for value in values)
-    sizes = getattr(next(filter(None, modes), None), "shape_env", None)
+    return may_have_symbols(next((v for v in values if hasattr(v, "fake_mode")), None))
+
+
+def may_have_symbols(value: Any) -> bool:
+    """Whether sizes had symbols when a value was recorded; true where it does not tell."""
+    sizes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
     return sizes is None or bool(sizes.var_to_range)

@@ -50,7 +50,6 @@ def keep_casts(graph: Graph, parameters: Mapping[Node, torch.Tensor]) -> None:
             if key not in kept:
                 kept[key] = _add_cast(graph, node, operand, dtype)
             node.replace_input_with(operand, kept[key])
-    graph.lint()
 
 
 def _may_be_kept(parameter: torch.Tensor | None) -> bool:

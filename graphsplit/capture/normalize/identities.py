@@ -40,7 +40,6 @@ def remove_identities(graph: Graph) -> None:
             _replace(node, found, operands)
         if had_users and not node.users:
             graph.erase_node(node)
-    graph.lint()
 
 
 def _replace(node: Node, found: int | None, operands: list[Node]) -> None:

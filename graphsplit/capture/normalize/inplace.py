@@ -70,7 +70,6 @@ def make_in_place_explicit(graph: Graph, *, state: AbstractSet[str] = frozenset(
             node.target = ordinary
         for root in roots[node]:
             sharing.setdefault(root, []).append(node)
-    graph.lint()
 
 
 class _HandedOut:

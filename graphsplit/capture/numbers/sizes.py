@@ -43,7 +43,11 @@ def check_known(node: FxNode) -> None:
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+    from graphsplit.torch_ext.exporting import may_have_symbols
+
     value = node.meta.get("val")
+    if not may_have_symbols(value):
+        return
     if isinstance(value, (*SYMBOLIC, torch.Tensor)) and free_unbacked_symbols(value):
         what = "has a shape that depends" if isinstance(value, torch.Tensor) else "depends"
         raise CaptureError(

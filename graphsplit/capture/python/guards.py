@@ -210,20 +210,18 @@ class StateWatch:
                     recorder.note_lifted(place)
                 run_again, iterators = RunAgain(recorder), KeptIterators(recorder.unseen)
                 recorder.on_first = iterators.note
+                seen = self._attributes_seen(recorder)
                 with (
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
                     marks.seen(),
                     identities.as_keys(),
                     identities.classes_asked() as recorder.ask_classes,
-                    self._attributes_seen(recorder),
+                    seen,
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),
                 ):
-                    kinds = {type(t) for t in self._tensors.values() if users_classes(t)}
-                    for kind in kinds:  # type(w).scale, w.__class__.scale
-                        recorder.ask_classes()
-                        recorder.meet_class(kind)
+                    self._meet(recorder, modules.values())
                     yield
                 run_again.check()
                 iterators.check()
@@ -247,6 +245,13 @@ class StateWatch:
                 finally:
                     self._kept.put_back()
         self._lifted = lifted
+
+    def _meet(self, recorder: ReadRecorder, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            recorder.touch(module)
+        for kind in {type(t) for t in self._tensors.values() if users_classes(t)}:
+            recorder.ask_classes()  # type(w).scale, w.__class__.scale
+            recorder.meet_class(kind)
 
     def _attributes_seen(self, recorder: ReadRecorder) -> AbstractContextManager[None]:
         labels = {id(m): label_of_path(path) for path, m in self._root.named_modules()}

@@ -28,6 +28,7 @@ from graphsplit.frames import users_line_now
 from graphsplit.guards.changes import Change
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.torch_ext.fakes import copy_notes
+from graphsplit.torch_ext.private import DisableTorchFunction
 from graphsplit.torch_ext.replaced import MARK_TRAINED, replaced
 
 _ATTRIBUTE: Any = torch.Tensor.requires_grad
@@ -52,7 +53,7 @@ class TrainedMarks(TorchFunctionMode):
         self._is_paused = is_paused
         self._parameters = dict(root.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._before = {name: p.requires_grad for name, p in self._parameters.items()}
+        self._before = self._marks()
         self._lines: dict[str, str] = {}
         self._uses_as_trained: dict[str, Collection[Node]] = {}
 
@@ -89,12 +90,16 @@ class TrainedMarks(TorchFunctionMode):
             _let_read(untrained, node, apart)
             self._uses_as_trained[name] = {*trained, apart}
 
+    def _marks(self) -> dict[str, bool]:
+        with DisableTorchFunction():  # what watches the user's calls need not see these
+            return {name: p.requires_grad for name, p in self._parameters.items()}
+
     def changes(self) -> tuple[Change, ...]:
         """The marks that are not as they were before forward."""
         return tuple(
-            Change(self._place(name), was_marked, is_marked, is_read=True)
-            for name, was_marked in self._before.items()
-            if (is_marked := self._parameters[name].requires_grad) is not was_marked
+            Change(self._place(name), self._before[name], is_marked, is_read=True)
+            for name, is_marked in self._marks().items()
+            if is_marked is not self._before[name]
         )
 
     def _place(self, name: str) -> Place:

@@ -70,7 +70,6 @@ def keep_old_values(graph: Graph, *, loss: int | None) -> None:
         old.meta.update({key: readers[0].meta[key] for key in _NOTED if key in readers[0].meta})
         for reader in readers:
             reader.replace_input_with(buffer, old)
-    graph.lint()
 
 
 def _assignment(node: Node) -> tuple[str, bool]:
