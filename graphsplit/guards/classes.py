@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import gc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from graphsplit.frames import is_users
 from graphsplit.guards.values import MISSING
+from graphsplit.torch_ext.fake_caches import freeze_what_is_there
 
 # Packages that torch itself calls while it records.
 _BELOW_TORCH = frozenset(
@@ -146,6 +149,24 @@ def is_watched_code(code: CodeType, held: dict[str, Any]) -> bool:
     if isinstance(of_globals, str):
         return is_watched_file(of_globals)
     return name is None or name == "__main__" or is_made_by_hand(name)
+
+
+_frozen: list[weakref.ref[FunctionType]] = []  # the user's functions, which gc does not find
+
+
+def freeze_all() -> None:
+    """``gc.freeze``, after which functions and caches are found as before."""
+    found = (one for one in gc.get_objects() if type(one) is FunctionType)
+    _frozen.extend(weakref.ref(f) for f in found if is_watched_code(f.__code__, f.__globals__))
+    _frozen[:] = [held for held in _frozen if held() is not None]
+    freeze_what_is_there()
+
+
+def functions_of(code: CodeType) -> Iterator[FunctionType]:
+    """The functions that run some code, whatever holds them."""
+    for one in (*(held() for held in _frozen), *gc.get_referrers(code)):
+        if isinstance(one, FunctionType) and one.__code__ is code:
+            yield one
 
 
 def own_dictionary(one: Any) -> dict[str, Any] | None:

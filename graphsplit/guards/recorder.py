@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from types import (
     CodeType,
     FrameType,
@@ -40,6 +39,7 @@ from graphsplit.guards.by_name import AskedByName
 from graphsplit.guards.classes import (
     HookedClasses,
     Hooks,
+    functions_of,
     is_hung_on,
     is_watchable,
     is_watchable_module,
@@ -248,9 +248,8 @@ class ReadRecorder(ValueVisitor):
         self.executed[id(code), id(held)] = code, held
         self._note_code(code, held)
         if id(code) not in self.functions and id(code) not in self._nested:
-            for function in gc.get_referrers(code):
-                if isinstance(function, FunctionType) and function.__code__ is code:
-                    self.meet(function, function.__qualname__)
+            for function in functions_of(code):
+                self.meet(function, function.__qualname__)
         for function in self.functions.get(id(code), ()):
             self.note_closure(function)
 
@@ -360,8 +359,6 @@ class ReadRecorder(ValueVisitor):
         if name in _ALL_READ or name in _NOT_READ:
             return
         held = own_dictionary(one)
-        if isinstance(one, Enum) and not held:  # flags put together, which their class keeps
-            self.made[id(held)] = held
         if id(held) in self.made or (
             isinstance(value, FakeTensor) and self.real_of(value) is value
         ):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from graphsplit.guards.classes import freeze_all
 from graphsplit.job.job import Job
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.settings import FAIL_FAST, ClusterSettings
-from graphsplit.torch_ext.fake_caches import freeze_what_is_there
 
 
 def install(job: Job) -> None:
@@ -16,5 +16,5 @@ def install(job: Job) -> None:
     settings = ClusterSettings.from_environ(os.environ)
     if settings is not None and job.recovery_policy != FAIL_FAST:
         # A recovery looks for cycles: not among all that was imported, for 0.3 s.
-        freeze_what_is_there()
+        freeze_all()
         job.script = RecoveringScript(job, SnapshotSettings.of(settings))

@@ -1,14 +1,19 @@
-"""What a capture leaves in a cache of a function is forgotten."""
+"""What a capture leaves in a cache of a function is forgotten; what is frozen is found."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
+from pass_helpers import captured
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from graphsplit.capture.graph import Mode
+from graphsplit.guards.classes import freeze_all
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors, freeze_what_is_there
 
 
@@ -65,3 +70,26 @@ def test_a_cache_that_is_frozen_is_looked_into_though_no_capture_had_seen_it() -
         assert isinstance(fresh(4), FakeTensor)
     forget_fake_tensors()
     assert not isinstance(fresh(4), FakeTensor)
+
+
+class Asking(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(_weights)()
+
+
+_weights = itertools.cycle([lambda: 1.0])
+
+
+def test_variables_of_a_function_that_is_frozen_count_though_nothing_leads_to_it() -> None:
+    weight = 1.0
+
+    def weigh() -> float:
+        return weight
+
+    global _weights
+    _weights = itertools.repeat(weigh)
+    freeze_all()
+    guards = captured(Asking(), torch.zeros(4), mode=Mode.PREDICT).state.guards
+    assert guards.hold()
+    weight = 2.0
+    assert not guards.hold()
