@@ -33,7 +33,7 @@ from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job import joined
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.job import Job
-from graphsplit.optimizers.ownership import TensorOwners
+from graphsplit.optimizers.tensor_owners import TensorOwners
 from graphsplit.planning import passes, planner
 from graphsplit.recovery.loops.anew import HandedOver, Successor
 from graphsplit.recovery.script import RecoveringScript

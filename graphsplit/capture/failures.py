@@ -26,6 +26,11 @@ _VALUES = "the code that runs depends on the values of a tensor"
 _LEAVES = (
     "a tensor leaves PyTorch (NumPy, a data pointer, or a tensor that is not part of the model)"
 )
+_TOO_LATE = (
+    "A script that catches it cannot go on: something was changed or drawn before it came (as by "
+    "batch norm or dropout), or it holds a tensor. To skip a batch, look at it where forward "
+    "begins, or before the step."
+)
 _CAUSAL = "_detect_is_causal_mask"  # a function of torch
 _TOLD_CAUSAL = (
     "say with the mask whether it is a causal one, there and in one process: is_causal=True or "
@@ -85,7 +90,9 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
         fix = "look at the shapes and dtypes of the batch, and at how many values it has"
         fix = "mend the line named above" if is_users else fix
         told = f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}."
-        return RaisedInEagerError(told, own.error) if own.is_first else CaptureError(told)
+        if own.is_first:
+            return RaisedInEagerError(told, own.error)
+        return CaptureError(f"{told}\n  {_TOO_LATE}")
     if is_users:
         reason, fix = "its own code raised an error", "mend the line named above"
     # Torch's words for a length that it does not know would lead astray.

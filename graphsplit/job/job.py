@@ -28,7 +28,7 @@ from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
 from graphsplit.job.stream import ASKED, SENT
-from graphsplit.optimizers.ownership import ComparedWrites, TensorOwners
+from graphsplit.optimizers.tensor_owners import ComparedWrites, TensorOwners
 from graphsplit.settings import FAIL_FAST, GO_ON
 from graphsplit.transport.base import Transport
 

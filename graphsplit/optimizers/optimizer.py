@@ -26,7 +26,7 @@ from graphsplit.optimizers.own_step import (
 )
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
-from graphsplit.optimizers.trial import Trial, TrialPart, generator_states, note_step
+from graphsplit.optimizers.trial import KEPT_IN, Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
 from graphsplit.torch_ext.private import CHOICE_OF_FORM, foreach_devices
 
@@ -392,15 +392,17 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:
     name, owners = _described(optimizer), ", ".join(map(str, judged.owners))
+    is_kept = judged.reason.startswith(KEPT_IN)
+    kept = "keep it in optimizer.state[parameter], not in a list; or " if is_kept else ""
     if judged.has_some:
         return (
             f"{name} cannot be stepped worker by worker: {judged.reason}\n"
             f"  expected: what a step does to a parameter depends on that parameter and its "
             f"gradient alone; its parameters live on workers {owners}\n"
-            f"  Fix: let all its parameters live on one worker; or clip by the norm of all "
+            f"  Fix: let all its parameters live on one worker; or {kept}clip by the norm of all "
             f"gradients with Model(..., clip=gs.clip.GlobalNorm(max_norm)), or in an own loop by "
             f"clip_grad_norm_ before the step; or, if you know that it treats every parameter by "
-            f"itself, use gs.per_parameter(optimizer)."
+            f"itself, and has no list over all of them, use gs.per_parameter(optimizer)."
         )
     return (
         f"{name} has its parameters on other workers ({owners}), and a step changes more than "

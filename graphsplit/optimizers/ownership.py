@@ -24,21 +24,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import LOAD, base_of, buffer_of_form
 from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
-from graphsplit.torch_ext.data_attribute import is_lending, is_lent_written_to, lend_data
+from graphsplit.torch_ext.data_attribute import is_of_model
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.stand_ins import (
     APART,
+    CASTING,
     DRAWS,
     GET_DATA,
     GET_GRADIENT,
     HISTORY,
     OF_EACH,
     SET_DATA,
+    SET_GRADIENT,
     WRITES,
     StandIn,
     become,
@@ -56,10 +57,12 @@ from graphsplit.torch_ext.stand_ins import (
 )
 
 IN_STATE = "optimizer.state"  # what asks, where its entry there is looked for
-_WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
+WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
 _VIEWED = "_graphsplit_viewed"  # of a view: the stand-in of which it is one
 _APART = "_graphsplit_apart"  # of a view of which autograd knows nothing
 LEFT_OUT = "_graphsplit_left_out"  # likewise: the number of the latest write that was left out
+GRADIENT = "_graphsplit_gradient"  # of a parameter whose gradient may be changed now: that
+OF_GRADIENT = "the gradient of "
 _WRITING = {function.__name__ for function in WRITES} - {"copy_"}
 num_writes = attrgetter(NUM_WRITES)
 _LOADING = getattr(nn.Module, LOAD).__code__
@@ -68,7 +71,8 @@ _MOVED = "_graphsplit_moved"  # of a stand-in: how it has moved
 _KEEPING = nn.Parameter.__new__.__code__
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 ZERO_GRADS = tuple(
-    inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
+    inspect.unwrap(function).__code__
+    for function in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.Module._apply)
 )
 
 
@@ -101,6 +105,8 @@ class Elsewhere(StandIn):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         caller = sys._getframe(1).f_code
+        if func in (GET_GRADIENT, SET_GRADIENT) and hasattr(args[0], GRADIENT):
+            return getattr(args[0], GRADIENT)(*args)
         if func in OF_EACH:
             return _write_each(OF_EACH[func], args, kwargs or {})
         if func in WRITES or func in DRAWS:
@@ -125,6 +131,8 @@ class Elsewhere(StandIn):
             return func(*args, **(kwargs or {}))
         elif func == SET_DATA and _is_set(*args):
             return None
+        elif caller is _KEEPING and func in APART and is_made(args[0]):
+            return stand_in(in_form(args[0], device="meta"), *getattr(args[0], WHOSE)[:2])
         elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller is not _KEEPING:
             return args[0].viewed(func, args[1:], kwargs or {})
         elif computes(func, args, kwargs) and caller is not _KEEPING:
@@ -154,13 +162,13 @@ class Elsewhere(StandIn):
         self, func: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
     ) -> torch.Tensor:
         """The stand-in for a view: who writes to it writes to what lives elsewhere."""
-        name, owner, _ = getattr(self, _WHOSE)
+        name, owner, _ = getattr(self, WHOSE)
         form, home = in_form(self, device="meta"), getattr(self, _VIEWED, self)
         if func != GET_DATA:
             form = func(form, *arguments, **options)
         elif hasattr(home, _MOVED):  # writes to it do not count
             getattr(home, _MOVED).num_writes = None
-        made = _stand_in(form, name, owner, of=home, with_history=has_history(func, [self]))
+        made = stand_in(form, name, owner, of=home, with_history=has_history(func, [self]))
         if func in APART or hasattr(self, _APART):
             setattr(made, _APART, True)
         return made
@@ -171,40 +179,39 @@ class Elsewhere(StandIn):
         Raises:
             OwnershipError: Unless it is the gradient, and ``zero_grad`` that asks.
         """
-        if asked != "grad":
-            raise OwnershipError(self._message(asked))
         # No gradient is here, and who looks at those of all parameters (the norm of the gradients
         # found here would be taken for that of all) would take that for «has none».
-        if sys._getframe(3).f_code in ZERO_GRADS:
-            return
-        name, owner, _ = getattr(self, _WHOSE)
-        raise OwnershipError(
-            f"the gradient of {name!r} is on worker {owner}, not here\n"
-            f"  Fix: to clip, use Model(..., clip=gs.clip.GlobalNorm(max_norm)); to look at "
-            f"gradients, go through context.owned_parameters() in a callback's on_gradients."
-        )
+        if asked != "grad" or sys._getframe(3).f_code not in ZERO_GRADS:
+            raise OwnershipError(self._message(asked))
 
     def true_strides(self) -> tuple[int, ...]:
         """The strides that the tensor has on its worker."""
-        strides: tuple[int, ...] = getattr(self, _WHOSE)[2]
+        strides: tuple[int, ...] = getattr(self, WHOSE)[2]
         return strides
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        name, owner, _ = getattr(self, _WHOSE)
+        name, owner, _ = getattr(self, WHOSE)
         return f"<{name}: lives on worker {owner}>"
 
     def _message(self, asked: str) -> str:
-        name, owner, _ = getattr(self, _WHOSE)
+        name, owner, _ = getattr(self, WHOSE)
         fix = (
             f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers "
-            f"all values. To run the network, call model.predict(x). Change dtype or device, as "
-            f"by net.double(), before the first step. To write, let all "
-            f"workers do so between two steps, in place and under torch.no_grad()."
+            f"all values. To run the network, call model.predict(x); with averages of its weights, "
+            f"let a copy hold them (copy.deepcopy(net)), not torch.func.functional_call. Change "
+            f"the device before the first step. To write, let all workers do so between two steps, "
+            f"in place and under torch.no_grad()."
         )
         if asked in _WRITING:
             fix = (
                 f"let what is written to with it live on worker {owner} too: place both alike, and "
                 f"let a Model that holds the other one run a step, or predict, before."
+            )
+        if asked == "grad" or OF_GRADIENT in name:
+            fix = (
+                "to clip, use Model(..., clip=gs.clip.GlobalNorm(max_norm)); to change each by "
+                "itself, do so for all of net.parameters() in a callback's on_gradients; to look "
+                "at values, go through context.owned_parameters() there."
             )
         if asked.startswith(IN_STATE):
             fix = (
@@ -217,13 +224,12 @@ class Elsewhere(StandIn):
                 "to load a state, call model.load_state_dict(state) on every worker, not "
                 "net.load_state_dict: each takes what it owns."
             )
-        return (
-            f"the value of {name!r} lives on worker {owner}, not here (asked for by {asked})\n"
-            f"  Fix: {fix}"
-        )
+        of = "gradient of" if asked == "grad" else "value of"
+        where = f"lives on worker {owner}, not here (asked for by {asked})"
+        return f"the {of} {name!r} {where}\n  Fix: {fix}"
 
 
-def _stand_in(
+def stand_in(
     form: torch.Tensor,
     name: str,
     owner: int,
@@ -236,15 +242,33 @@ def _stand_in(
         made: Any = without_value(torch.empty((), dtype=form.dtype)).expand(form.shape)
     if with_history:
         setattr(made, HISTORY, True)
-    setattr(made, _WHOSE, (name, owner, form.stride()))
+    setattr(made, WHOSE, (name, owner, form.stride()))
     made.__class__ = Elsewhere
     setattr(made, _VIEWED, made if of is None else of)
     found: Elsewhere = made
     return found
 
 
+def is_made(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value that one worker has computed for the script."""
+    return isinstance(tensor, Elsewhere) and getattr(tensor, _VIEWED, None) is tensor
+
+
+def note_state(tensor: torch.Tensor, name: str) -> None:
+    """Note that a tensor is a Model's, which has moved no more."""
+    if isinstance(tensor, Elsewhere) and hasattr(tensor, _VIEWED):
+        if not is_made(tensor):
+            tensor.need_value(f"{name!r}, which is a view of it")
+        setattr(tensor, WHOSE, (name, *getattr(tensor, WHOSE)[1:]))
+        for mark in (_VIEWED, LEFT_OUT):
+            vars(tensor).pop(mark, None)
+    vars(tensor).pop(_MOVED, None)
+
+
 def moved(tensor: torch.Tensor) -> Moved | None:
     """The move of a stand-in, until its owner knows of it."""
+    if is_made(tensor):
+        return Moved(getattr(tensor, WHOSE)[1], None)
     found: Moved | None = getattr(tensor, _MOVED, None)
     return found
 
@@ -256,14 +280,14 @@ def _move(written: Any, operands: Any) -> None:
     written has to live where that does.
     """
     given = [v for v in pytree.tree_leaves(operands) if isinstance(v, Elsewhere)]
-    whose = {getattr(v, _WHOSE)[1] for v in given}
+    whose = {getattr(v, WHOSE)[1] for v in given}
     if type(written) not in (torch.Tensor, nn.Parameter) or len(whose) != 1:
         return
     owner: int = whose.pop()
     home = home_of(written) if Elsewhere.may_move() and not in_backward() else None
-    if home is None or is_lending(home):
+    if home is None or is_of_model(home):
         return
-    name = f"what {getattr(given[0], _WHOSE)[0]} was written to"
+    name = f"what {getattr(given[0], WHOSE)[0]} was written to"
     if not is_elsewhere(home):
         before = num_writes(home) if counts_with(written, home) else None
         setattr(home, _MOVED, Moved(owner, before))
@@ -302,19 +326,23 @@ def _write_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 def _is_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a tensor has been given other data, as far as that concerns this worker."""
-    if isinstance(tensor, Elsewhere) and tensor.is_whole(value):
+    if tensor is value or (isinstance(tensor, Elsewhere) and tensor.is_whole(value)):
         return True  # ``p.data += 1`` sets what it was given
-    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+    if tensor.shape != value.shape:
         return False
     if isinstance(tensor, Elsewhere) and _is_of_its_own(value, tensor):
+        if tensor.dtype != value.dtype:
+            _recast(tensor, value.dtype)
         tensor.note_write()
         return True
+    if tensor.dtype != value.dtype:
+        return False
     _move(tensor, value)
     found = moved(tensor)
     if found is None or not isinstance(value, Elsewhere):
         return False
     found.num_writes = None
-    owner: int = getattr(value, _WHOSE)[1]
+    owner: int = getattr(value, WHOSE)[1]
     return owner == found.owner
 
 
@@ -323,15 +351,15 @@ def _is_of_its_own(value: torch.Tensor, tensor: Elsewhere) -> bool:
 
     ``w.data = 0.9 * w.data + noise``. What is here lives where the tensor does from then on.
     """
-    owner: int = getattr(tensor, _WHOSE)[1]
+    owner: int = getattr(tensor, WHOSE)[1]
     if isinstance(value, Elsewhere):
-        is_made = getattr(value, _VIEWED, None) is value and getattr(value, _WHOSE)[1] == owner
+        is_made = getattr(value, _VIEWED, None) is value and getattr(value, WHOSE)[1] == owner
         return is_made and value.true_strides() == tensor.true_strides()
     if type(value) is not torch.Tensor or value.stride() != tensor.true_strides():
         return False
-    if is_lending(value) or home_of(value) is not value:
+    if is_of_model(value) or home_of(value) is not value:
         return False
-    free(value, name=f"what was made the data of {getattr(tensor, _WHOSE)[0]}", owner=owner)
+    free(value, name=f"what was made the data of {getattr(tensor, WHOSE)[0]}", owner=owner)
     setattr(value, _VIEWED, getattr(tensor, _VIEWED, tensor))
     return True
 
@@ -344,18 +372,22 @@ def _computed_elsewhere(
     ``w.data += scale * b.data @ a.data`` runs on all workers. None: the values are on several.
     """
     given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Elsewhere)]
-    whose = {getattr(v, _WHOSE)[1] for v in given}
+    whose = {getattr(v, WHOSE)[1] for v in given}
     if len(whose) != 1:
         return None
+    device = None if func in CASTING else "meta"  # that one is given may be the present one
     with DisableTorchFunctionSubclass():
         formed, options = pytree.tree_map(
-            lambda v: in_form(v, device="meta") if isinstance(v, torch.Tensor) else v,
+            lambda v: in_form(v, device=device) if isinstance(v, torch.Tensor) else v,
             (tuple(args), dict(kwargs)),
         )
         form = func(*formed, **options)
-    name = f"what {func.__name__} makes of {getattr(given[0], _WHOSE)[0]}"
+    if func in CASTING and form is formed[0]:
+        itself: Elsewhere = args[0]
+        return itself
+    name = f"what {func.__name__} makes of {getattr(given[0], WHOSE)[0]}"
     known = has_history(func, pytree.tree_leaves((args, kwargs)))
-    return _stand_in(form, name, *whose, with_history=known)
+    return stand_in(form, name, *whose, with_history=known)
 
 
 def _with(kwargs: Any, name: str, value: Any) -> dict[str, Any]:
@@ -364,63 +396,6 @@ def _with(kwargs: Any, name: str, value: Any) -> dict[str, Any]:
 
 class ElsewhereParameter(Elsewhere, nn.Parameter):
     """A parameter whose value lives on another worker."""
-
-
-class TensorOwners:
-    """Which worker each parameter and buffer of a job lives on.
-
-    A tensor has one owner, however many Models use it, and whichever of them was planned first.
-
-    Attributes:
-        num_fixed: How often owners were fixed, on every worker.
-    """
-
-    def __init__(self) -> None:
-        self._owners: Any = WeakTensorKeyDictionary()
-        self.num_fixed = 0
-
-    def fix(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
-        """Note the owner of every tensor, by its name in one Model."""
-        self.num_fixed += 1
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Elsewhere) and hasattr(tensor, _VIEWED):
-                tensor.need_value(f"{name!r}, which is a view of it")
-            vars(tensor).pop(_MOVED, None)
-            self._owners[tensor] = owners[name]
-
-    def known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """The owners that are fixed, by the names that another Model has for its tensors."""
-        return {name: self._owners[t] for name, t in tensors.items() if t in self._owners}
-
-
-class ComparedWrites:
-    """How often each tensor of a job had been written to when workers last compared that.
-
-    A tensor has one number of writes, however many Models use it, and whichever has compared last.
-
-    Attributes:
-        writes: The writes to each tensor, by its key.
-    """
-
-    def __init__(self) -> None:
-        self._keys: Any = WeakTensorKeyDictionary()  # numbers, none of which comes twice
-        self.writes: dict[int, int] = {}
-
-    def key_of(self, tensor: torch.Tensor) -> int:
-        """The number by which a tensor is known; of a new one, no write so far counts."""
-        key: int | None = self._keys.get(tensor)
-        if key is None:
-            key = self._keys[tensor] = len(self.writes)
-            self.writes[key] = num_writes(tensor)
-            lend_data(tensor)
-        return key
-
-    def is_written_to(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that is here, and known, was written to since."""
-        key = None if is_elsewhere(tensor) else self._keys.get(tensor)
-        if key is None:
-            return False
-        return self.writes[key] != num_writes(tensor) or is_lent_written_to(tensor)
 
 
 def free(
@@ -439,7 +414,7 @@ def free(
     strides = tensor.stride() if strides is None else strides
     tensor.data = without_value(tensor)
     tensor.grad = None
-    setattr(tensor, _WHOSE, (buffer_of_form(name), owner, strides))
+    setattr(tensor, WHOSE, (buffer_of_form(name), owner, strides))
     become(tensor, ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere)
 
 
@@ -448,17 +423,26 @@ def bring_back(tensor: Elsewhere) -> None:
     memory = in_form(tensor)
     missing = without_value(memory)
     take_back(tensor)
-    vars(tensor).pop(LEFT_OUT, None)
+    for name in (LEFT_OUT, _VIEWED, "_is_param"):
+        vars(tensor).pop(name, None)
     with torch.no_grad():
         tensor.data = memory.copy_(missing)
 
 
 def resize(tensor: torch.Tensor, shape: Sequence[int]) -> None:
     """Give a stand-in the shape that what it stands for has got on its owner."""
-    name, owner, _ = getattr(tensor, _WHOSE)
+    name, owner, _ = getattr(tensor, WHOSE)
     take_back(tensor)
     tensor.data = torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)
     free(tensor, name=name, owner=owner)
+
+
+def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Give a stand-in the dtype that what it stands for has got on its owner."""
+    name, owner, strides = getattr(tensor, WHOSE)
+    take_back(tensor)
+    tensor.data = tensor.data.new_empty((), dtype=dtype).expand(tensor.shape)
+    free(tensor, name=name, owner=owner, strides=strides)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:

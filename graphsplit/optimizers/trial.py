@@ -43,6 +43,7 @@ _LOOK_AFTER = (1, 2, 3, 4, 5, 6, 8, 12, 18, 24)  # steps
 
 OnlyOwned = Callable[[], AbstractContextManager[None]]
 _Kept = dict[Path, str]
+KEPT_IN = "what is kept in "
 
 
 class TrialPart(enum.Enum):
@@ -149,7 +150,7 @@ def _is_value(path: Path) -> bool:
 def _in_words(path: Path) -> str:
     if len(path) == 1:
         return f"the value of {path[0][1:-1]!r}"
-    return f"what is kept in {''.join(path)}"
+    return f"{KEPT_IN}{''.join(path)}"
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

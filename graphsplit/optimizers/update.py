@@ -25,6 +25,7 @@ import torch
 
 from graphsplit.errors import ConfigurationError, InvariantError
 from graphsplit.optimizers.clip import Clip, GlobalNorm, Kind, Value
+from graphsplit.optimizers.gradients import gradients_everywhere
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import guard_state
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -131,6 +132,8 @@ class Updater:
         self.loss_scale = 1.0
         self._owners: tuple[int, ...] = ()
         self._share: Share | None = None
+        self._residence: Residence | None = None
+        self._with_gradient: set[str] = set()
         self.renew(parameters)
 
     def renew(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -143,7 +146,7 @@ class Updater:
         """Take note of where every parameter lives."""
         owners = residence.owner_by_id()
         self._owners = tuple(owners[id(p)] for p in self._parameters if id(p) in owners)
-        self._share = Share(residence)
+        self._share, self._residence = Share(residence), residence
         for optimizer in self._optimizers:
             optimizer.settle(residence)
 
@@ -220,9 +223,20 @@ class Updater:
         """Whether a step needs numbers of other workers' gradients: their ``partial``."""
         return self.rules.scales or isinstance(self.rules.clip, GlobalNorm)
 
+    def note_gradients(self, names: Iterable[str]) -> None:
+        """Parameters get gradients in the step under way, wherever they live."""
+        self._with_gradient.update(names)
+
     def _tell(self) -> None:
-        if self.on_gradients is not None:
+        if self.on_gradients is None:
+            return
+        with gradients_everywhere(self._parameters, self._with_gradient):
             self.on_gradients()
+        if self._residence is not None and self.rules.set_to_none:
+            groups = (group for o in self.rules.optimizers for group in o.param_groups)
+            reset = {id(p) for group in groups for p in group["params"]}
+            tensors = self._residence.tensors
+            self._with_gradient = {n for n in self._with_gradient if id(tensors[n]) not in reset}
 
     def _owned(self) -> list[torch.Tensor]:
         return [p for p in self._parameters if not is_elsewhere(p)]

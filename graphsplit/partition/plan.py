@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from graphsplit.capture.graph import NodeKind
 from graphsplit.marks.wire import is_wider
 from graphsplit.partition.gradient_sums import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
@@ -317,6 +318,16 @@ class PartitionPlan:
         """Uses of each value that carry a gradient, in the order in which eager adds them."""
         graph = self.placed.graph
         return differentiable_uses(graph.nodes) if graph.has_gradients else {}
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """The names of the parameters that get a gradient: the loss depends on them."""
+        graph, found = self.placed.graph, {self.placed.graph.loss_node}
+        for position in reversed(range(len(graph.nodes))):
+            if position in found:
+                found |= {p for p in graph.nodes[position].reads if graph.nodes[p].requires_grad}
+        nodes = [graph.nodes[p] for p in found if p is not None]
+        return {node.target for node in nodes if node.kind is NodeKind.PARAMETER}
 
     @cached_property
     def draws_from_process(self) -> bool:

@@ -247,8 +247,7 @@ class Planner:
         if looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
         if found is None:
-            settle_moved(self.tensors(), self.known_owners(), self._job)
-            self._renew()
+            self._renew(force=settle_moved(self.tensors(), self.known_owners(), self._job))
             self._progress.begun("capturing", mode, self.recordings.why_again(mode, signature))
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)

@@ -252,6 +252,15 @@ def is_lending(tensor: torch.Tensor) -> bool:
     return reference is not None and reference() is tensor
 
 
+def is_of_model(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a Model that has run, or the gradient of one that is here."""
+    if is_lending(tensor):
+        return True
+    held = [reference() for reference in [*_lending.values()]]
+    here = [t for t in held if t is not None and not isinstance(t, StandIn) and t.is_leaf]
+    return any(t.grad is tensor for t in here)
+
+
 def is_lent_written_to(tensor: torch.Tensor) -> bool:
     """Whether what ``.data`` gave of a tensor was written to since workers compared."""
     return any(lent.is_written_to() for lent in LENT.get(id(tensor), ()))

@@ -48,7 +48,13 @@ def _harmless() -> frozenset[Any]:
     for name in _SETTABLE:
         attribute = getattr(TensorBase, name)
         allowed |= {attribute.__set__, attribute.__delete__}
-    allowed |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+    allowed |= {
+        torch._has_compatible_shallow_copy_type,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_same_size,
+    }
     return frozenset(allowed)
 
 
@@ -57,7 +63,7 @@ def _methods(names: str) -> frozenset[Any]:
 
 
 _ATTRIBUTES: Any = TensorBase  # of the class these are descriptors, not tensors
-GET_GRADIENT = _ATTRIBUTES.grad.__get__
+GET_GRADIENT, SET_GRADIENT = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 GET_DATA, SET_DATA = _ATTRIBUTES.data.__get__, _ATTRIBUTES.data.__set__
 
 # Functions that write to a tensor, and do nothing else: no draws, no look at the value for the
@@ -82,9 +88,11 @@ _COMPUTING = (
     "masked_fill matmul maximum mean minimum mm mul ne neg norm outer pow reciprocal round "
     "rsqrt sigmoid sign sqrt square sub tanh tril triu where"
 )
+CASTING = _methods("bfloat16 double float half to")  # they give a tensor of such a dtype itself
 COMPUTING = (
     frozenset(getattr(torch, name) for name in _COMPUTING.split())
     | _methods(_COMPUTING)
+    | CASTING
     | _methods(
         "__add__ __eq__ __ge__ __gt__ __le__ __lt__ __matmul__ __mul__ __ne__ __neg__ __pow__ "
         "__radd__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__"
@@ -220,6 +228,11 @@ _ALONE = storage_use_count(storage_of(_EXAMPLE))  # holders of memory that one t
 _registered: dict[int, weakref.ref[torch.Tensor]] = {}  # state of modules, by its memory
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor holds the memory of one."""
+    return storage_use_count(storage_of(tensor)) == _ALONE
+
+
 def home_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that holds on to the memory of another one, and is that or what it is a view of.
 
@@ -229,7 +242,7 @@ def home_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if isinstance(tensor, nn.Parameter):
         return tensor
     memory, base = storage_of(tensor), tensor._base
-    if base is None and storage_use_count(memory) == _ALONE:
+    if base is None and is_alone(tensor):
         return tensor
     found = _registered_at(memory)
     if found is None:

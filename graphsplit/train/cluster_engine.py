@@ -192,6 +192,9 @@ class ClusterEngine(ClusterState):
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         beside: list[Any] = []
+        if self.planner.updater.on_gradients is not None:
+            for plan in planned.plans:
+                self.planner.updater.note_gradients(plan.plan.trained)
         for phase, values in self._timed(planned, division, holders, meanwhile):
             graph = phase.planned.plan.placed.graph
             loss = graph.loss_node

@@ -290,7 +290,7 @@ def test_gradients_may_be_changed_before_the_step() -> None:
 def test_a_gradient_that_lives_elsewhere_is_not_taken_for_none() -> None:
     cluster = same_over_three(steps=1)
     network = cluster.workers[1].task.network
-    with pytest.raises(OwnershipError, match=r"the gradient of 'first.weight' is on worker 2"):
+    with pytest.raises(OwnershipError, match=r"the gradient of 'first.weight' lives on worker 2"):
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     with pytest.raises(OwnershipError, match=r"clip=gs.clip.GlobalNorm"):
         network.second.weight.grad  # noqa: B018

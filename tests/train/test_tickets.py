@@ -21,7 +21,7 @@ from graphsplit.feeding.own_rows import OwnRows
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, position_of, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders, Reading
-from graphsplit.optimizers.ownership import ComparedWrites
+from graphsplit.optimizers.tensor_owners import ComparedWrites
 from graphsplit.planning.compared.announced import NOTHING_READ
 from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.writes import Writes

@@ -17,7 +17,10 @@ from graphsplit.encoding import records
 from graphsplit.errors import OwnershipError
 from graphsplit.job.group import WorkerGroup, read_record
 from graphsplit.job.job import Job
-from graphsplit.optimizers.ownership import moved, num_writes
+from graphsplit.optimizers.ownership import Elsewhere, bring_back, moved, num_writes
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.stand_ins import is_alone
 
 _HERE = -1
 
@@ -27,40 +30,71 @@ class _Seen:
     """Some tensors, as one worker sees them.
 
     Attributes:
+        names: Their names.
         owners: Where each lives; -1 where it is here, as far as is known.
         num_writes: How often each was written to; -1 where that is not known.
     """
 
+    names: tuple[str, ...]
     owners: tuple[int, ...]
     num_writes: tuple[int, ...]
 
 
-def settle_moved(tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int], job: Job) -> None:
+def settle_moved(tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int], job: Job) -> bool:
     """Fix the owners of tensors that have moved, on all workers. Collective.
+
+    What the script has put in the place of a tensor goes to where that has lived.
 
     Args:
         tensors: Parameters and buffers of a Model by name; on all workers alike.
-        owners: The owners of those that have one.
+        owners: Where those of such names live.
         job: Knows the owners of all.
+
+    Returns:
+        Whether there are any.
 
     Raises:
         OwnershipError: Workers have not written to a tensor alike.
     """
-    unused = {name: tensor for name, tensor in tensors.items() if name not in owners}
-    if unused and job.owners.num_fixed and not job.script.gives_again:
-        with job.reporting():
-            found = _owners(unused, job.control)
-            job.owners.fix({name: unused[name] for name in found}, found)
+    known = job.owners.known(tensors)
+    unused = {name: tensor for name, tensor in tensors.items() if name not in known}
+    if not job.owners.num_fixed or job.script.gives_again:
+        return False
+    with job.reporting():
+        found = _owners(unused, job.control)
+        for name, source in found.items():
+            if (owner := owners.get(name, source)) != source:
+                _send(name, tensors[name], job, source, owner)
+        job.owners.fix({n: tensors[n] for n in found}, {n: owners.get(n, found[n]) for n in found})
+    return bool(found)
+
+
+def _send(name: str, tensor: torch.Tensor, job: Job, source: int, owner: int) -> None:
+    """Let a value that one worker has computed be on another one."""
+    if job.rank == source and not is_alone(tensor):
+        raise OwnershipError(
+            f"{name!r} has to move to worker {owner}, and shares its memory with another tensor\n"
+            f"  Fix: make it of a copy: torch.nn.Parameter(value.clone())."
+        )
+    shape = tuple(tensor.shape)
+    meta = TensorMeta(tensor.dtype, shape, contiguous_strides(shape))
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        value = job.control.broadcast(tensor.detach(), meta, source=source)
+        if job.rank == owner and isinstance(tensor, Elsewhere):
+            bring_back(tensor)
+            tensor.copy_(value)
 
 
 def _owners(tensors: Mapping[str, torch.Tensor], group: WorkerGroup) -> dict[str, int]:
     """The owners of those that have moved, as all workers see them."""
-    mine = records.to_text(_seen(list(tensors.values())))
+    mine = records.to_text(_seen(tensors))
     told = [read_record(_Seen, text, what="what has moved") for text in group.exchange(mine)]
+    by_name = [
+        dict(zip(s.names, zip(s.owners, s.num_writes, strict=True), strict=True)) for s in told
+    ]
     owners = {}
-    for name, *seen in zip(
-        tensors, *(zip(s.owners, s.num_writes, strict=True) for s in told), strict=True
-    ):
+    for name in dict.fromkeys(name for one in by_name for name in one):
+        seen = [one.get(name, (_HERE, _HERE)) for one in by_name]
         found = sorted({owner for owner, _ in seen} - {_HERE})
         if found:
             _check(name, seen, found)
@@ -68,13 +102,15 @@ def _owners(tensors: Mapping[str, torch.Tensor], group: WorkerGroup) -> dict[str
     return owners
 
 
-def _seen(tensors: Sequence[torch.Tensor]) -> _Seen:
-    hows = [moved(tensor) for tensor in tensors]
+def _seen(tensors: Mapping[str, torch.Tensor]) -> _Seen:
+    hows = [moved(tensor) for tensor in tensors.values()]
     counts = [
         num_writes(tensor) if how is None else _HERE if how.num_writes is None else how.num_writes
-        for how, tensor in zip(hows, tensors, strict=True)
+        for how, tensor in zip(hows, tensors.values(), strict=True)
     ]
-    return _Seen(tuple(_HERE if how is None else how.owner for how in hows), tuple(counts))
+    return _Seen(
+        tuple(tensors), tuple(_HERE if how is None else how.owner for how in hows), tuple(counts)
+    )
 
 
 def _check(name: str, seen: Sequence[tuple[int, int]], owners: Sequence[int]) -> None:

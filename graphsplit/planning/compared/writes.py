@@ -9,7 +9,7 @@ and the next step of another one must not find it again::
     judge.train_step(...)       nothing was written to since
 
 So how often a tensor had been written to when workers last compared is known to the job
-(``optimizers.ownership.ComparedWrites``), whichever Model did it.
+(``optimizers.tensor_owners.ComparedWrites``), whichever Model did it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from graphsplit.optimizers.ownership import (
     LEFT_OUT,
-    ComparedWrites,
     Elsewhere,
     is_elsewhere,
     num_writes,
 )
+from graphsplit.optimizers.tensor_owners import ComparedWrites
 from graphsplit.planning.compared.announced import PythonStep
 from graphsplit.planning.compared.hooks import ParameterHooks, hooks_apart, without_hooks
 from graphsplit.torch_ext.attributes import OwnHooks
