@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from types import (
     CodeType,
     FrameType,
@@ -359,6 +360,8 @@ class ReadRecorder(ValueVisitor):
         if name in _ALL_READ or name in _NOT_READ:
             return
         held = own_dictionary(one)
+        if isinstance(one, Enum) and not held:  # flags put together, which their class keeps
+            self.made[id(held)] = held
         if id(held) in self.made or (
             isinstance(value, FakeTensor) and self.real_of(value) is value
         ):
