@@ -143,6 +143,26 @@ def test_state_changes_as_often_as_in_eager_mode(
     assert [b - a for a, b in zip(before, after, strict=True)] == [runs] * len(after)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_function_counts_from_its_first_call_on_in_an_attribute(microbatches: int) -> None:
+    def make() -> nn.Module:
+        def counts(h: torch.Tensor) -> torch.Tensor:
+            counts.calls = getattr(counts, "calls", 0) + 1  # type: ignore[attr-defined]
+            return h * counts.calls  # type: ignore[attr-defined, no-any-return]
+
+        return Two(gs.opaque(counts), None, 1)
+
+    assert_same_bits(
+        make,
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        place=lambda net: net.first.place("MS_WORKER", 0),
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        plan_everywhere=True,
+    )
+
+
 def test_a_class_counts_every_backward_once() -> None:
     before = Counting.backwards
     compare(Counting.apply, microbatches=4)  # type: ignore[no-untyped-call]
@@ -199,6 +219,36 @@ def test_generators_of_the_process_are_refused_in_two_segments_of_microbatches()
         PlacementError, match=r"(?s)share .*random, which changes .* several microbatches at once"
     ):
         compare(gs.opaque(draws), gs.opaque(draws), microbatches=4)
+
+
+def draws_from_python(h: torch.Tensor) -> torch.Tensor:
+    return h * random.random()
+
+
+def draws_from_numpy(h: torch.Tensor) -> torch.Tensor:
+    return h * float(np.random.rand())
+
+
+def test_both_generators_of_the_process_count_as_one_in_microbatches() -> None:
+    calls = gs.opaque(draws_from_python), gs.opaque(draws_from_numpy)
+    compare(*calls)
+    with pytest.raises(PlacementError, match=r"draws_from_numpy share random and numpy\.random"):
+        compare(*calls, microbatches=4)
+
+
+late: list[int] = []
+
+
+def draws_late(h: torch.Tensor) -> torch.Tensor:
+    late.append(1)
+    return h * float(np.random.rand()) if len(late) > 4 else h  # from the second step on
+
+
+def test_the_other_generator_may_be_reached_until_it_is_drawn_from() -> None:
+    late.clear()
+    with pytest.raises(StepFailedError, match=r"draws_late changes numpy\.random"):
+        compare(gs.opaque(draws_from_python), gs.opaque(draws_late), microbatches=2)
+    assert len(late) > 6
 
 
 def shares_entry(h: torch.Tensor) -> torch.Tensor:

@@ -172,8 +172,8 @@ class Walk:
         code = function.__code__
         for cell, cell_name in zip(function.__closure__ or (), code.co_freevars, strict=False):
             self._push(cell, cell_name)
-        if vars(function):
-            self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
+        # An empty dictionary may get entries.
+        self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
         names = names_in(code)
         if not _HOOKING.isdisjoint(names[1]):  # what it registers runs in backward
             self._in_backward.append(function)

@@ -87,10 +87,15 @@ def left_by_calls(plan: PartitionPlan) -> dict[int, tuple[Holder, ...]]:
 def _shared(plan: PartitionPlan, first: int, one: Reached, second: int, two: Reached) -> Set[Any]:
     """Keys of what two calls, or one with itself, can reach in another order than in one process.
 
-    The plain loop runs a microbatch's backward before the next one's forward.
+    The plain loop runs a microbatch's backward before the next one's forward. Python's and NumPy's
+    generators count as one state there: who was seen to draw from one tells where both are.
     """
     if not _is_in_order(plan, *sorted((first, second))):
-        return one.holders.keys() & two.holders.keys()
+        common = one.holders.keys() & two.holders.keys()
+        tells = one.drew_from_process() and not two.drew_from_process()
+        if plan.is_microbatched and two.may_draw_from_process() and not tells:
+            common |= one.holders.keys() & OF_THE_PROCESS
+        return common
     if plan.is_microbatched and plan.placed.graph.has_gradients:
         return one.in_forward & two.in_backward | one.in_backward & two.in_forward
     return frozenset()
@@ -114,9 +119,10 @@ def _refusal(
     first = one.label if one is not two else "forward and backward"
     who = f"{first} {'and' if one is not two else 'of'} {two.label}"
     lines = "".join(f"\n  {source}" for source in dict.fromkeys((one.source, two.source)))
+    what = holder.name if holder.key in two.reached.holders else "random and numpy.random"
+    how = "in several microbatches at once" if plan.is_microbatched else "on several workers"
     return PlacementError(
-        f"{who} share {holder.name}, which changes when they run, but they "
-        f"run {'in several microbatches at once' if plan.is_microbatched else 'on several workers'}"
+        f"{who} share {what}, which changes when they run, but they run {how}"
         f", or in another order than in one process{lines}\n"
         f"  Fix: {ONE_STATE}"
     )
