@@ -133,13 +133,14 @@ class ClusterState(Engine):
         pairs = {(min(e.source, e.destination), max(e.source, e.destination)) for e in plan.edges}
         return {pair: transport.route(*pair) for pair in pairs}
 
-    def check_alike(self, path: str | None = None) -> None:
-        """Refuse that workers gather the states of different Models, or save elsewhere. Collective.
+    def check_alike(self, path: str | None = None, *, loads: bool = False) -> None:
+        """Refuse that workers are at different Models, or at different saves. Collective.
 
         One without a plan gathers nothing, so that nobody is asked: all values are here.
 
         Args:
-            path: The folder to which each worker saves its part. Hosts may have disks of their own.
+            path: Where each worker saves its part, or loads from. Hosts may have their own disks.
+            loads: Whether it loads a state, and gathers or saves none.
 
         Raises:
             CollectiveMismatchError: They do: what they make together would be a mixture.
@@ -154,14 +155,20 @@ class ClusterState(Engine):
         if its_model != model:
             name = type(self._task.network).__name__
             raise CollectiveMismatchError(
-                f"worker 0 gathers the state of another gs.Model than worker {job.rank}, which has "
-                f"that of {name}\n"
+                f"worker 0 {'loads' if loads else 'gathers'} the state of another gs.Model than "
+                f"worker {job.rank}, which has that of {name}\n"
                 f"  Fix: every worker makes the calls of several Models in the same order."
             )
         if there.startswith(f"{host} ") and there != here:
+            its_path = there.partition(" ")[2]
+            told = (
+                f"worker 0 loads {its_path!r}, worker {job.rank} {path!r}: all take one state"
+                if loads
+                else f"worker 0 saves to {its_path!r}, worker {job.rank} to {path!r}: neither "
+                f"would be complete"
+            )
             raise CollectiveMismatchError(
-                f"worker 0 saves to {there.partition(' ')[2]!r}, worker {job.rank} to {path!r}: "
-                f"neither would be complete\n"
+                f"{told}\n"
                 f"  Fix: every worker passes the same path; one with a time or a rank in it is not."
             )
 

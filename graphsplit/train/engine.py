@@ -61,8 +61,8 @@ class Engine(StateHolder):
         """A context for all that a Model does with this engine, user code included."""
         return nullcontext()
 
-    def check_alike(self, path: str | None = None) -> None:
-        """Refuse that workers gather the states of different Models, or save elsewhere."""
+    def check_alike(self, path: str | None = None, *, loads: bool = False) -> None:
+        """Refuse that workers are at different Models, or at different saves."""
 
     def pass_milestone(self) -> None:
         """Code of the user's inside a call is over: what other workers wait for comes later."""

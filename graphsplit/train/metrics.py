@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import no_attribute
 
 _WHERE_SCORES_ARE = (
     "\n  Fix: return the scores, or a loss and then the scores, or call them 'logits' in a mapping "
@@ -245,3 +246,10 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{type(value).__name__} of {', '.join(map(repr, value))}"
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def __getattr__(name: str) -> NoReturn:
+    public = [
+        one for one, found in globals().items() if getattr(found, "__module__", "") == __name__
+    ]
+    raise no_attribute("module 'graphsplit.metrics'", name, public, {})

@@ -63,6 +63,7 @@ class StoredState:
         """Load a full state of the network, from memory or a file."""
         with self._in_step():
             if isinstance(state, (str, os.PathLike)):
+                self._engine.check_alike(os.fspath(state), loads=True)
                 self._states.load_weights(state)
             else:
                 self._engine.load_state_dict(state)
@@ -77,6 +78,7 @@ class StoredState:
         """Load a full state of the optimizer, or of each, from memory or a file."""
         if isinstance(state, (str, os.PathLike)):
             with self._in_step():
+                self._engine.check_alike(os.fspath(state), loads=True)
                 self._states.load_optimizers(state)
             return
         states = [state] if self._has_one_optimizer else list(state)
@@ -102,4 +104,5 @@ class StoredState:
     def load(self, path: PathLike, extra: Mapping[str, Any]) -> Loaded:
         """Load a whole training state from a folder."""
         with self._in_step():
+            self._engine.check_alike(os.fspath(path), loads=True)
             return self._states.load(path, extra=extra)

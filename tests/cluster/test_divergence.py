@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from graphsplit.cluster.scheduler.job.divergence import (
     diverging_call,
 )
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, JobFailedError, PlanMismatchError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 
@@ -94,6 +95,30 @@ def test_calls_of_models_in_another_order_are_found():
 
 class Engine:
     """What a Model is known by."""
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_an_evaluation_where_the_others_train_is_told_as_such():
+    class EvaluatesAlone(gs.callbacks.Callback):
+        def on_epoch_begin(self, context: gs.callbacks.RunContext) -> None:
+            if context.rank == 0 and context.epoch == 2:
+                context.model.eval(data)
+
+    data = [(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))]
+
+    def script(rank: int) -> None:
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        net[0].place("MS_WORKER", 0)
+        net[1].place("MS_WORKER", 1)
+        optimizer, metrics = torch.optim.SGD(net.parameters(), lr=0.1), {"Loss": gs.metrics.Loss()}
+        model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, metrics)
+        model.train(2, data, [EvaluatesAlone()])
+
+    with pytest.raises(
+        (PlanMismatchError, JobFailedError), match=r"only worker 1 trains|eval\(\) at"
+    ):
+        ThreadCluster(script, 2, is_recoverable=False).run()
 
 
 def test_an_extra_call_that_is_over_took_nobody_else():

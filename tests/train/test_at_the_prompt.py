@@ -33,13 +33,18 @@ def test_what_is_public_is_shown_and_nothing_else():
     [
         ("module 'graphsplit'", "Modle", "Model"),
         ("module 'graphsplit'", "init_process_group", "init"),
+        ("module 'graphsplit.metrics'", "Acuracy", "Accuracy"),
+        ("module 'graphsplit.callbacks'", "EarlyStoping", "EarlyStopping"),
+        ("module 'graphsplit.callbacks'", "ModelCheckpoint", "Checkpoint"),
         ("'Model' object", "evaluate", "eval"),
         ("'Model' object", "fit", "train"),
         ("'Model' object", "train_setp", "train_step"),
     ],
 )
 def test_a_name_that_is_not_there_is_told_the_one_that_was_meant(owner: str, name: str, meant: str):
-    found = gs if owner.startswith("module") else gs.Model(nn.Linear(2, 2))
+    modules = {"module 'graphsplit'": gs}
+    modules |= {f"module 'graphsplit.{one}'": getattr(gs, one) for one in ("callbacks", "metrics")}
+    found = modules[owner] if owner in modules else gs.Model(nn.Linear(2, 2))
     text = f"{owner} has no attribute {name!r}; did you mean {meant!r}?"
     with pytest.raises(AttributeError, match=re.escape(text) + "$"):
         getattr(found, name)

@@ -14,7 +14,7 @@ import torch
 from checkpoint_helpers import SmallDisk
 from simulated.compare import difference
 
-from graphsplit.checkpoint.disk import files
+from graphsplit.checkpoint.disk import files, folder
 from graphsplit.checkpoint.disk.files import TensorFile, TensorFileWriter, write_file
 from graphsplit.checkpoint.disk.layout import (
     INFO_KEY,
@@ -221,3 +221,12 @@ def test_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
 def test_a_description_that_is_none_is_refused(node: Any) -> None:
     with pytest.raises(CheckpointError, match="expected"):
         meta_from_json(node, what="'a'")
+
+
+def test_files_of_another_kind_are_told_with_the_way_to_load_them(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"pass torch.load\("):
+        TensorFile(tmp_path / "w.pt")
+    write(tmp_path / "w.safetensors", COMMON)
+    with pytest.raises(CheckpointError, match="it is no folder\n  Fix: a file of weights"):
+        folder.read_manifest(tmp_path / "w.safetensors")

@@ -207,3 +207,29 @@ def test_a_save_to_another_folder_on_one_worker_is_refused(trains: bool, tmp_pat
     with pytest.raises(CollectiveMismatchError, match=told):
         ThreadCluster(script, 2, is_recoverable=False).run()
     assert gs.latest_checkpoint(tmp_path) == tmp_path / "0"
+
+
+LOADS = {
+    "a folder": lambda model, path: model.load(path),
+    "a file": lambda model, path: model.load_state_dict(path / "weights.safetensors"),
+}
+
+
+@pytest.mark.parametrize("call", LOADS)
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_saves_that_workers_load_into_models_in_another_order_are_not_mixed(
+    call: str, has_plan: bool, tmp_path: Path
+):
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for model, path in zip(two_alike(), paths, strict=True):
+        model.save(path)
+
+    def script(rank: int) -> None:
+        made = two_alike() if has_plan else [gs.Model(nn.Linear(2, 4)), gs.Model(nn.Linear(2, 4))]
+        pairs = list(zip(made, paths, strict=True))
+        for model, path in pairs if rank != 1 else pairs[::-1]:
+            LOADS[call](model, path)
+
+    told = r"worker 0 loads (the state of another gs.Model than|'.*first.*', worker 1 '.*second)"
+    with pytest.raises(CollectiveMismatchError, match=told):
+        ThreadCluster(script, 2, is_recoverable=False).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -168,9 +169,14 @@ class TensorFile:
             slices = {name: self._file.get_slice(name) for name in names}
             metadata = dict(self._file.metadata() or {})
         except SafetensorError as error:
+            fix = "it was cut off or changed after it was written; load another save."
+            if zipfile.is_zipfile(path):
+                fix = (
+                    "it looks like one of torch.save: pass torch.load(path, weights_only=True), on "
+                    "every worker."
+                )
             raise CheckpointError(
-                f"{path} is no whole safetensors file: {error}\n  Fix: it was cut off or changed "
-                f"after it was written; load another save."
+                f"{path} is no whole safetensors file: {error}\n  Fix: {fix}"
             ) from None
         self.info: FileInfo = read_info(metadata, what=str(path))
         self.metas: dict[str, TensorMeta] = {

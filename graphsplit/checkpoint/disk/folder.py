@@ -37,7 +37,7 @@ def read_manifest_text(folder: Path) -> str:
     try:
         with open_to_read(path) as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} holds no complete save: {_why_none(folder)}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

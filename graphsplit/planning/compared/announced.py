@@ -184,6 +184,14 @@ def compare(
     if mine.agrees_with(leaders) and not written:
         return
     rank, leader = ranks
+    if bool(mine.settings) is not bool(leaders.settings):
+        trains = rank if mine.settings else leader
+        raise PlanMismatchError(
+            f"worker {rank} is in a {mode.step}, worker {leader} in another call: only worker "
+            f"{trains} trains\n"
+            f"  Fix: every worker makes the same calls in the same order; call eval() and the like "
+            f"on every worker, and not below an `if` on the rank."
+        )
     lines = [*written]
     if mine.recording == leaders.recording:
         for label, own, there in zip(labels, mine.lifted, leaders.lifted, strict=False):

@@ -1,5 +1,8 @@
 """Callbacks of ``Model.train``."""
 
+from typing import NoReturn
+
+from graphsplit.text import no_attribute
 from graphsplit.train.callbacks.base import Callback as Callback
 from graphsplit.train.callbacks.base import RunContext as RunContext
 from graphsplit.train.callbacks.base import TrainedModel as TrainedModel
@@ -25,3 +28,7 @@ __all__ = [
     "TimeMonitor",
     "TrainedModel",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute("module 'graphsplit.callbacks'", name, __all__, {})
