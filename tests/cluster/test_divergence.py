@@ -116,7 +116,8 @@ def test_an_evaluation_where_the_others_train_is_told_as_such():
         model.train(2, data, [EvaluatesAlone()])
 
     with pytest.raises(
-        (PlanMismatchError, JobFailedError), match=r"only worker 1 trains|eval\(\) at"
+        (PlanMismatchError, JobFailedError),
+        match=r"worker 0 in a call that does not train|eval\(\) at",
     ):
         ThreadCluster(script, 2, is_recoverable=False).run()
 

@@ -185,10 +185,9 @@ def compare(
         return
     rank, leader = ranks
     if bool(mine.settings) is not bool(leaders.settings):
-        trains = rank if mine.settings else leader
+        other = "a call that does not train" if mine.settings else "one of training"
         raise PlanMismatchError(
-            f"worker {rank} is in a {mode.step}, worker {leader} in another call: only worker "
-            f"{trains} trains\n"
+            f"worker {rank} is in a {mode.step}, worker {leader} in {other}\n"
             f"  Fix: every worker makes the same calls in the same order; call eval() and the like "
             f"on every worker, and not below an `if` on the rank."
         )
