@@ -199,8 +199,8 @@ class Elsewhere(StandIn):
             f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers "
             f"all values. To run the network, call model.predict(x); with averages of its weights, "
             f"let a copy hold them (copy.deepcopy(net)), not torch.func.functional_call. Change "
-            f"the device before the first step. To write, let all workers do so between two steps, "
-            f"in place and under torch.no_grad()."
+            f"the device, and in a job that recovers the dtype, before the first step. To write, "
+            f"let all workers do so between two steps, in place and under torch.no_grad()."
         )
         if asked in _WRITING:
             fix = (
@@ -257,7 +257,7 @@ def is_made(tensor: torch.Tensor) -> bool:
 def note_state(tensor: torch.Tensor, name: str) -> None:
     """Note that a tensor is a Model's, which has moved no more."""
     if isinstance(tensor, Elsewhere) and hasattr(tensor, _VIEWED):
-        if not is_made(tensor):
+        if not is_made(tensor) or not Elsewhere.may_move():
             tensor.need_value(f"{name!r}, which is a view of it")
         setattr(tensor, WHOSE, (name, *getattr(tensor, WHOSE)[1:]))
         for mark in (_VIEWED, LEFT_OUT):
@@ -330,12 +330,15 @@ def _is_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
         return True  # ``p.data += 1`` sets what it was given
     if tensor.shape != value.shape:
         return False
+    is_other = tensor.dtype != value.dtype
+    if is_other and not Elsewhere.may_move():
+        return False  # who comes back would not know of it
     if isinstance(tensor, Elsewhere) and _is_of_its_own(value, tensor):
-        if tensor.dtype != value.dtype:
+        if is_other:
             _recast(tensor, value.dtype)
         tensor.note_write()
         return True
-    if tensor.dtype != value.dtype:
+    if is_other:
         return False
     _move(tensor, value)
     found = moved(tensor)

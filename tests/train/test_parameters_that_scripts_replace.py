@@ -100,3 +100,10 @@ def over_one_memory(net: Net, optimizer: torch.optim.Optimizer) -> None:
 def test_a_parameter_over_memory_that_the_script_holds_is_refused() -> None:
     with pytest.raises(OwnershipError, match=r"nn\.Parameter\(value\.clone\(\)\)"):
         ThreadCluster(lambda _: train(gs.Model, over_one_memory, 1), 2, is_recoverable=False).run()
+
+
+@pytest.mark.parametrize("change", [to_double, a_copy_of_another])
+def test_in_a_job_that_recovers_it_is_refused(change: Any) -> None:
+    """Who comes back would not know of it."""
+    with pytest.raises(OwnershipError, match="lives on worker"):
+        ThreadCluster(lambda _: train(gs.Model, change, 1), 2, is_recoverable=True).run()
