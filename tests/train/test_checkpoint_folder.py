@@ -308,10 +308,21 @@ def test_a_bit_of_the_manifest_that_flips_is_noticed(tmp_path: Path) -> None:
     path, other = tmp_path / "manifest.json", trained(0, seed=5)
     written = path.read_bytes()
     for place in range(0, len(written), 7):
-        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        damaged = written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :]
+        if says_the_same(written, damaged):  # as a last digit of a number may
+            continue
+        path.write_bytes(damaged)
         with pytest.raises(CheckpointError):
             load(other, tmp_path)
     assert_same(other, trained(0, seed=5))
+
+
+def says_the_same(one: bytes, other: bytes) -> bool:
+    try:
+        same: bool = json.loads(one) == json.loads(other)
+    except ValueError:
+        return False
+    return same
 
 
 def test_a_file_of_another_save_is_noticed(tmp_path: Path) -> None:
