@@ -19,6 +19,7 @@ from torch import nn
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import SYMBOLIC
 from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.replaced import reconstruct
 
 _PLAIN = (type(None), bool, int, float, str)
 _KEPT = (
@@ -147,8 +148,8 @@ def open_object(value: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     parts = {
         "args": args,
         "state": state,
-        "in_list": list(in_list or ()),
-        "in_dict": [list(item) for item in in_dict or ()],
+        "listiter": list(in_list or ()),
+        "dictiter": [list(item) for item in in_dict or ()],
     }
     return make, parts
 
@@ -158,27 +159,7 @@ def _fill(slot: _Leaf | _Kept | _Opened, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if isinstance(slot, _Kept):
         return slot.value
-    parts = slot.parts._rebuild(leaves)
-    made = slot.make(*parts["args"])
-    _set_state(made, parts["state"])
-    for item in parts["in_list"]:
-        made.append(item)
-    for key, item in parts["in_dict"]:
-        made[key] = item
-    return made
-
-
-def _set_state(made: Any, state: Any) -> None:
-    if state is None:
-        return
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-        return
-    attributes, slots = state if isinstance(state, tuple) else (state, None)
-    if attributes:
-        vars(made).update(attributes)
-    for name, item in (slots or {}).items():
-        setattr(made, name, item)
+    return reconstruct(None, None, slot.make, **slot.parts._rebuild(leaves))
 
 
 def _refusal(value: Any, where: str, why: str) -> CaptureError:

@@ -87,6 +87,10 @@ FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []  # the code below calls these
 
+# Makes an object of what another one's ``__reduce_ex__`` has told, as ``copy.copy`` does; its parts
+# are copied, too, where there is a memo: ``(object, memo, make, args, state, listiter, dictiter)``.
+reconstruct: Any = copy._reconstruct  # type: ignore[attr-defined]
+
 MISSING: Any = object()  # a class has no attribute of its own of that name
 
 # By the holder of an attribute, or a module's table, and its name: what stands there otherwise.
@@ -151,5 +155,4 @@ def copy_modules_by(copied: Callable[[nn.Module, dict[int, Any]], Any]) -> None:
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     """The copy that ``copy.deepcopy`` makes of a module by itself."""
-    made: Any = copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
-    return made
+    return reconstruct(module, memo, *module.__reduce_ex__(4))
