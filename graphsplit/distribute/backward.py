@@ -23,11 +23,16 @@ from graphsplit.distribute.workers.asking import numbers_behind, tell
 from graphsplit.distribute.workers.loop import Loop, shape_of
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job.script import ModelCall
-from graphsplit.optimizers.parameter_hooks import HookState, draws, hooks_of, line_of, state_of
+from graphsplit.optimizers.parameter_hooks import HookState, draws, hook_tables, line_of, state_of
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
-from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GRADIENT_HOOKS, sequence_number
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, run_backward
+from graphsplit.torch_ext.attributes import (
+    BACKWARD_HOOKS,
+    GRADIENT_HOOKS,
+    MODULES,
+    sequence_number,
+)
+from graphsplit.torch_ext.private import run_backward
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -426,17 +431,26 @@ def leaving_state(loop: Loop) -> Iterator[None]:
     Raises:
         OwnershipError: One that ran here has changed Python's state.
     """
-    with DisableTorchFunctionSubclass():
-        parameters = chain.from_iterable(list(loop.here.values()))  # a network may go meanwhile
-        hooks = [hook for parameter in parameters for hook in hooks_of(parameter)]
-    for network in filter(None, [reference() for reference in loop.networks]):
-        for module in network.modules():
-            hooks += [hook for name in BACKWARD_HOOKS for hook in getattr(module, name).values()]
+    hooks = _hooks_of(loop)
     if not hooks:
         yield
         return
     with unchanged(_state_of(hooks), _error):
         yield
+
+
+def _hooks_of(loop: Loop) -> list[object]:
+    """The hooks that a backward may come to; asked at each step, so without names of modules."""
+    parameters = chain.from_iterable(list(loop.here.values()))  # a network may go meanwhile
+    found = [table for parameter in parameters for table in hook_tables(parameter)]
+    waiting: list[Any] = [network for known in loop.networks if (network := known()) is not None]
+    seen: set[int] = set()
+    for module in waiting:  # grows meanwhile
+        if id(module) not in seen:
+            seen.add(id(module))
+            found += [getattr(module, name) for name in BACKWARD_HOOKS]
+            waiting += [one for one in getattr(module, MODULES).values() if one is not None]
+    return [hook for table in filter(None, found) for hook in table.values()]
 
 
 def _state_of(hooks: list[object]) -> tuple[HookState, ...]:

@@ -154,7 +154,7 @@ def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if func in _OF_GRADIENT:
         own: InLoop | None = getattr(args[0], _KEY, None)
         if own is None or not own.loop.job.depth:
-            return _gradient(func, own, args, is_zeroed=False)
+            return _gradient(func, own, args)
     if func not in StandIn.harmless:
         known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
         if not known.loop.job.depth:
@@ -172,8 +172,11 @@ def _get_gradient(parameter: torch.Tensor) -> Any:
     if known is None or known.loop.job.depth or not are_subclasses_asked():
         return GET_GRADIENT(parameter)
     # Zeros are written as any operation writes where a value has copies.
-    is_zeroed = sys._getframe(1).f_code in ZERO_GRADS and not known.loop.twins
-    return _gradient(GET_GRADIENT, known, (parameter,), is_zeroed=is_zeroed)
+    if sys._getframe(1).f_code not in ZERO_GRADS or known.loop.twins:
+        return known.gradients.of(parameter)
+    known.loop.num_changes += 1
+    with DisableTorchFunctionSubclass():
+        return None if is_elsewhere(parameter) else GET_GRADIENT(parameter)
 
 
 def _set_gradient(parameter: torch.Tensor, *given: Any) -> None:
@@ -182,7 +185,7 @@ def _set_gradient(parameter: torch.Tensor, *given: Any) -> None:
     if known is None or known.loop.job.depth or not are_subclasses_asked():
         func(parameter, *given)
     else:
-        _gradient(func, known, (parameter, *given), is_zeroed=False)
+        _gradient(func, known, (parameter, *given))
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,21 +253,20 @@ def _no_mark() -> None:
     """Gradients are written to by operations and by backward, which say so."""
 
 
-def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], *, is_zeroed: bool) -> Any:
+def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...]) -> Any:
     parameter = args[0]
     if known is None:  # a plain tensor is given a parameter for its gradient
         raise ConfigurationError(
             "grad of a tensor was set to a parameter of a distributed network\n"
             "  Fix: set it to a copy, parameter.detach().clone()."
         )
-    if func == GET_GRADIENT and not is_zeroed:
+    if func == GET_GRADIENT:
         return known.gradients.of(parameter)
     known.loop.num_changes += 1
     value = args[1] if args[1:] else None
     if isinstance(value, LoopValue):
         args = (parameter, _copied("grad", value, known))
-    if func != GET_GRADIENT:
-        _note_copied("grad", value, parameter, known)
+    _note_copied("grad", value, parameter, known)
     if is_elsewhere(parameter):
         return None
     with DisableTorchFunctionSubclass():

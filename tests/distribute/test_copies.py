@@ -382,7 +382,7 @@ def test_a_network_may_go_while_a_backward_looks_for_hooks(monkeypatch: pytest.M
         Trained(gs.distribute)
         loop = Loop.of(joined.current())  # type: ignore[arg-type]
         loop.here, loop.singles = {"one": [torch.ones(1)], "two": [torch.ones(1)]}, {}
-        monkeypatch.setattr(backward, "hooks_of", lambda tensor: loop.forget("two") or [])
+        monkeypatch.setattr(backward, "hook_tables", lambda tensor: loop.forget("two") or [])
         with backward.leaving_state(loop):
             return list(loop.here)
 
