@@ -505,7 +505,10 @@ class _Captures:
         options = (modes, *marks, *forms, task.autocast, task.with_loss, str(task.dynamic_dims))
         look = (str(task.network), plain_attributes(task.network), str(task.loss_fn))
         key = (look, options, parameters, mode, signature.text)
-        is_marked = any("_graphsplit_opaque" in vars(m) for m in task.network.modules())
+        is_marked = any(
+            "_graphsplit_opaque" in vars(m) or vars(m)["_forward_hooks"]
+            for m in task.network.modules()
+        )
         if key in self._graphs and not is_marked and not lift:
             moved = moved_to(self._graphs[key], task)
             if moved.state.guards.hold():
@@ -513,7 +516,7 @@ class _Captures:
         graph = _capture_graph(task, mode, signature, lift=lift, answers=answers)
         if graph.asks or answers:  # of one worker alone: each has its answers
             return graph
-        if not lift and not keeps_tensors(graph.state):  # of its network alone
+        if not lift and not is_marked and not keeps_tensors(graph.state):  # of its network alone
             self._graphs[key] = graph
         return graph
 

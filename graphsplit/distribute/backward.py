@@ -169,6 +169,7 @@ class _Wanted:
             finally:
                 loop.add_up(None)
         loop.num_changes += 1
+        loop.taken.count += 1  # gradients are others from here on
         return result
 
     def _found(self, given: list[Any], steps: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ uses as in one process. Optimizers and the network's own runs see the tensors th
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -61,10 +62,18 @@ class InLoop:
         self, loop: Loop, owner: int, gradients: Any, parameter: torch.Tensor, number: Any
     ) -> None:
         self.loop, self.owner, self.gradients, self.number = loop, owner, gradients, number
+        self.mark, self._emptied_at = zlib.crc32(repr(number).encode()), -1
         strides = parameter.true_strides() if isinstance(parameter, StandIn) else parameter.stride()
         # Elsewhere all that the script reads shares its counter of writes, as it does here.
         with torch.inference_mode(False):  # where writes are counted
             self.shape = empty_as(parameter, strides)
+
+    def note_emptied(self) -> None:
+        """Its gradient becomes None, or zeros, for the first time since a backward added to it."""
+        taken = self.loop.taken
+        if self._emptied_at != taken.count:
+            self._emptied_at = taken.count
+            taken.note_emptied(self.mark)
 
 
 def enter_loop(parameter: torch.Tensor, known: InLoop) -> None:
@@ -171,8 +180,10 @@ def _get_gradient(parameter: torch.Tensor) -> Any:
     known: InLoop | None = vars(parameter).get(_KEY)
     if known is None or known.loop.job.depth or not are_subclasses_asked():
         return GET_GRADIENT(parameter)
-    # Zeros are written as any operation writes where a value has copies.
-    if sys._getframe(1).f_code not in ZERO_GRADS or known.loop.twins:
+    if sys._getframe(1).f_code not in ZERO_GRADS:
+        return known.gradients.of(parameter)
+    known.note_emptied()
+    if known.loop.twins:  # zeros are written as any operation writes
         return known.gradients.of(parameter)
     known.loop.num_changes += 1
     with DisableTorchFunctionSubclass():
@@ -184,8 +195,16 @@ def _set_gradient(parameter: torch.Tensor, *given: Any) -> None:
     known: InLoop | None = vars(parameter).get(_KEY)
     if known is None or known.loop.job.depth or not are_subclasses_asked():
         func(parameter, *given)
-    else:
-        _gradient(func, known, (parameter, *given))
+        return
+    if sys._getframe(1).f_code not in ZERO_GRADS:  # else noted where it was looked at
+        value = given[0] if given else None
+        if value is None:
+            known.note_emptied()
+        else:
+            plain = [value] if type(value) is torch.Tensor else []
+            marks = [value.mark] if isinstance(value, LoopValue) else []
+            known.loop.taken.note("grad", plain, [known.mark, *marks])
+    _gradient(func, known, (parameter, *given))
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -110,10 +110,11 @@ def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
     if state is None or state.settled_at != loop.num_settled:
         owned = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
-        # Later on all have their own entries: nothing was loaded where there are no others.
-        if state is None:
+        # Later on all have their own entries: nothing was loaded where there are no others. That
+        # may be so on one worker alone, as may a hook of its parameter, which steps.
+        if state is None and not loop.is_in_backward:
             drop_others(optimizer, loop)
-        elif any(map(is_elsewhere, optimizer.state)):  # on this worker alone, it may be
+        elif state is None or any(map(is_elsewhere, optimizer.state)):
             forget_others(optimizer)
         state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
         state.owned, state.settled_at = owned, loop.num_settled

@@ -55,7 +55,7 @@ class FromOutside:
     """The checksum of what the operations of one worker took from outside.
 
     Attributes:
-        count: How many operations were noted, and calls of networks.
+        count: How many operations were noted, calls of networks, and backwards.
         checksum: Of all of them.
     """
 
@@ -88,6 +88,12 @@ class FromOutside:
                 found.append(operand)
         self.checksum = zlib.crc32(repr((name, found, [*marks])).encode(), self.checksum)
         self._latest.append((name, found))
+
+    def note_emptied(self, mark: int) -> None:
+        """Take note that the gradient of a parameter becomes None, or zeros."""
+        self.checksum = (self.checksum * 31 + mark) & _SUM
+        if not self._latest or self._latest[-1][0] != _EMPTIED:
+            self._latest.append((_EMPTIED, []))
 
     def note_step(self, optimizer: torch.optim.Optimizer, values: Iterable[Any]) -> None:
         """Take note of an optimizer's step, and of the values that it steps by."""
@@ -150,6 +156,7 @@ class FromOutside:
         return ", ".join(texts) or "none"
 
 
+_EMPTIED = "zero_grad"
 _SUM = (1 << 32) - 1  # of what a message begins with: the checksum, above it the text's size
 _TEXT_BITS = 48  # above which stands how many settings follow it
 _HEAD_BYTES = 8
