@@ -100,12 +100,8 @@ def first_difference(first: str, second: str) -> tuple[int, str, str] | None:
     A line that one text does not have any more is shown as ``<end of text>``.
     """
     lines, others = first.split("\n"), second.split("\n")
-    for index in range(max(len(lines), len(others))):
-        line = lines[index] if index < len(lines) else "<end of text>"
-        other = others[index] if index < len(others) else "<end of text>"
-        if line != other:
-            return index + 1, line, other
-    return None
+    pairs = zip_longest(lines, others, fillvalue="<end of text>")
+    return next(((n, *pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1]), None)
 
 
 def encodable(text: str) -> str:
