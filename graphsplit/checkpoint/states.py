@@ -306,6 +306,7 @@ class States:
                 self._holder.note_put(self.python.put(values["python"]))
             self.memory.put_back(memory, is_own=False)
             self._take_over(found, values)
+            self._holder.progress.checksums.clear()  # other batches may follow
             self._put_kept([v for n, v in values.items() if n.startswith(KEPT)], is_own=False)
             return values
 

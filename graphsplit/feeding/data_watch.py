@@ -45,6 +45,12 @@ from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_
 from graphsplit.tensor_meta import has_same_bits
 
 FIX = 'Model(..., reading="batches"): each replica then reads whole batches.'
+OTHER_BATCH = (
+    "training step {} is done again after a worker was lost, and its batch has other values now\n"
+    "  what a data set keeps, and reading or a callback changes, is not brought back\n"
+    "  Fix: give the loader state_dict() and load_state_dict(); or let a callback with a state set "
+    "it in its load_state_dict()."
+)
 _DEADLINE_S = 60.0
 _FEW = 256
 _MOST_ITEMS = 1000  # of one container; it is held as a whole all the same

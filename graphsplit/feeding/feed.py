@@ -37,8 +37,8 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
-from graphsplit.feeding.data_watch import FIX
-from graphsplit.feeding.groups import Groups, num_batches
+from graphsplit.feeding.data_watch import FIX, OTHER_BATCH
+from graphsplit.feeding.groups import Groups, drawn, num_batches
 from graphsplit.feeding.left_by_loaders import LeftByLoader, left_stays, read_before
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.own_rows import OwnRows, checksum_of, fit, is_all_read
@@ -57,16 +57,6 @@ _FIX = (
     "give all workers the same data, order and seed; draw random numbers on every worker, after "
     "gs.init() or torch.manual_seed()."
 )
-
-
-def _drawn(batches: Iterator[Division], job: Job, *, is_alone: bool) -> Iterator[Division]:
-    """The batches; while the loader makes one for some workers, calls of all are refused."""
-    while True:
-        with job.member.position.calls.reading(is_alone=is_alone):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
 
 
 FeedItem = tuple[PlannedStep, Division | None, Callable[[], None] | None]
@@ -114,6 +104,7 @@ class Feed:
         self._note = note
         self._progress = progress
         self._is_stopped = is_stopped
+        self._again = progress if job.recovery_policy in (WAIT_REJOIN, GO_ON) else None
         self._start = start
         start.go_on(loader)
         self._known = self._epoch_state = torch.default_generator.get_state()
@@ -177,6 +168,7 @@ class Feed:
             is_same_state = is_known and torch.equal(state, self._known)
             news = b"" if is_same_state else state.numpy().tobytes()
             previous = self._checksum or 0
+            self._compare_again(previous)
             if division is None:
                 self._end_leading(news, process, previous, memory)
                 return
@@ -283,7 +275,7 @@ class Feed:
             calls.reading(is_alone=is_alone or self._start.step > 0),
         ):
             divisions = self._rows.divisions(self._start, leads=self._is_leading)
-        divisions = _drawn(divisions, self._job, is_alone=is_alone)
+        divisions = drawn(divisions, self._job, is_alone=is_alone)
         groups = Groups(divisions, self._outlook)
         with self._planner.writes.read_again(), left_stays(self._planner, self._mode):
             for _ in range(self._num_batches):
@@ -388,6 +380,7 @@ class Feed:
 
     def _compare_previous(self, ticket: Ticket) -> None:
         """Compare the batch before with the leader's, if drawn here, and where the generator is."""
+        self._compare_again(ticket.previous_checksum)
         mine, self._checksum = self._checksum, None
         if mine is not None and mine != ticket.previous_checksum:
             self._step -= 1
@@ -395,6 +388,13 @@ class Feed:
         if ticket.drawn != position_of(self._known):
             when = f"{self._mode.step} {self._step + 1} of the epoch"
             raise other_generator((self.leader, self._job.rank), when)
+
+    def _compare_again(self, previous: int) -> None:
+        """Compare the batch before with what it was, where its step is done again."""
+        again = self._again
+        if not previous or again is None or self._rows.turns or again.is_as_before(previous):
+            return
+        raise LoaderMismatchError(OTHER_BATCH.format(again.num_steps))
 
     def _raise_other_values(self) -> NoReturn:
         number = self._step if self._mode is Mode.TRAIN else self._num_batches - 1

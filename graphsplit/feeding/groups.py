@@ -19,7 +19,18 @@ from dataclasses import dataclass
 from graphsplit.batches.microbatches import BatchDescription, Division
 from graphsplit.batches.signature import Signature, fingerprint
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.job import Job
 from graphsplit.planning.step_plan import Outlook
+
+
+def drawn(batches: Iterator[Division], job: Job, *, is_alone: bool) -> Iterator[Division]:
+    """The batches; while the loader makes one for some workers, calls of all are refused."""
+    while True:
+        with job.member.position.calls.reading(is_alone=is_alone):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,6 +37,8 @@ from graphsplit.program.lower import StepPart
 from graphsplit.runtime.random.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
 
+_MOST_CHECKSUMS = 10_000
+
 
 @dataclass
 class TrainingProgress:
@@ -48,12 +50,22 @@ class TrainingProgress:
         accumulate: Over how many batches gradients are added up before the optimizer steps.
         adds_up: Whether gradients stay until the script resets them: ``forward_backward`` has
             added some.
+        checksums: Of the batches that were trained on lately, by the number of the step: in a job
+            that recovers, where steps are done again.
     """
 
     num_steps: int = 0
     seed: int | None = None
     accumulate: int = 1
     adds_up: bool = False
+    checksums: dict[int, int] = field(default_factory=dict)
+
+    def is_as_before(self, checksum: int) -> bool:
+        """Whether the batch of the last step holds what it held when that was done first."""
+        known = self.checksums.setdefault(self.num_steps, checksum)
+        if len(self.checksums) > _MOST_CHECKSUMS:
+            del self.checksums[next(iter(self.checksums))]
+        return known == checksum
 
     @property
     def opens(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from recovery_features import FEATURES
-from recovery_features.parts import adam, all_of, batches, plain_net, trained
+from recovery_features.parts import adam, all_of, batches, pairs, plain_net, trained
 from recovery_helpers import Killed, ThreadCluster, threads_as_workers
 from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import ConfigurationError, JobFailedError, StateError
+from graphsplit.errors import ConfigurationError, JobFailedError, LoaderMismatchError, StateError
 from graphsplit.job import joined
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import SnapshotFolder
@@ -182,6 +183,82 @@ def test_a_snapshot_without_any_model_is_no_failure(tmp_path: Path):
 
     settings = SnapshotSettings(every=1, disk_every=1, folder=tmp_path)
     ThreadCluster(script, NUM_WORKERS, settings).run()
+
+
+class Scaled(torch.utils.data.Dataset[Any]):
+    """Its rows are scaled by a number."""
+
+    def __init__(self) -> None:
+        self.pairs, self.scale = pairs(), 1.0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.pairs[index]
+        return x * self.scale, y
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+class Scales(gs.callbacks.Callback):
+    """Changes the number after each step."""
+
+    def __init__(self, data: Scaled) -> None:
+        self.data = data
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.data.scale *= 0.75
+
+
+class ScalesAgain(Scales):
+    """It sets the number to what it was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.data.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data.scale = state["scale"]
+
+
+def scaled(kind: type[Scales], place: bool = True) -> Any:
+    net, data = plain_net(place=place), Scaled()
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()})
+    return trained(model, torch.utils.data.DataLoader(data, batch_size=4), 3, kind(data))
+
+
+@pytest.mark.parametrize("rank", range(NUM_WORKERS))
+def test_a_batch_that_has_other_values_after_a_loss_is_refused(rank: int):
+    settings, deaths = SnapshotSettings(every=4), {rank: [50]}
+    cluster = ThreadCluster(lambda _: scaled(Scales), NUM_WORKERS, settings, deaths)
+    told = r"training step \d+ is done again after a worker was lost, and its batch has other v"
+    with pytest.raises((LoaderMismatchError, JobFailedError), match=told):
+        cluster.run()
+    assert cluster.num_killed == 1
+
+
+def test_a_callback_gives_a_data_set_its_number_again():
+    expected = undisturbed(partial(scaled, ScalesAgain))
+    settings, deaths = SnapshotSettings(every=4), {0: [40]}
+    cluster = ThreadCluster(lambda _: scaled(ScalesAgain), NUM_WORKERS, settings, deaths)
+    for found in cluster.run():
+        assert difference(expected, found) is None
+
+
+def test_other_batches_may_follow_what_a_save_held(tmp_path: Path):
+    def script(folder: Path, *, place: bool = True) -> Any:
+        net = plain_net(place=place)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()})
+        model.train(1, batches(), [])
+        model.save(folder)
+        found = trained(model, batches(), 1, is_end=False)
+        model.load(folder)
+        return found, trained(model, batches(6), 2)
+
+    expected = undisturbed(partial(script, tmp_path / "plain"))
+    settings, deaths = SnapshotSettings(every=2), {1: [90]}
+    cluster = ThreadCluster(lambda _: script(tmp_path / "cut"), NUM_WORKERS, settings, deaths)
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == 1
 
 
 class Hoarding(nn.Module):
