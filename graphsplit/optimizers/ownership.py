@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import LOAD, base_of, buffer_of_form
+from graphsplit.torch_ext.attributes import CONVERT, LOAD, base_of, buffer_of_form
 from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
 from graphsplit.torch_ext.data_attribute import is_of_model
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
@@ -72,7 +72,10 @@ _KEEPING = nn.Parameter.__new__.__code__
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 ZERO_GRADS = tuple(
     inspect.unwrap(function).__code__
-    for function in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.Module._apply)
+    for function in (
+        *(torch.optim.Optimizer.zero_grad, nn.Module.zero_grad),
+        getattr(nn.Module, CONVERT),
+    )
 )
 
 

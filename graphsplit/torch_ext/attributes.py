@@ -38,6 +38,7 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *GLOBAL_BACKWARD_HOOKS,
 )
 CALL = "_call_impl"  # what calling a module runs
+CONVERT = "_apply"  # what converts a module, as its double() does
 CALLS = (CALL, "_compiled_call_impl")
 NOT_SAVED = "_non_persistent_buffers_set"  # the names of buffers that no state dictionary holds
 _NOT_THE_USERS = ALL_HOOKS | {*TABLES, NOT_SAVED, "training", CALL}

@@ -238,6 +238,10 @@ CONTRACT: tuple[PrivateName, ...] = (
     ),
     *_of("torch.nn.LSTM()", "attributes in which its weights stand once more", "_flat_weights"),
     # Tensors and storages: torch/_tensor.py, torch/csrc.
+    PrivateName(
+        "torch._has_compatible_shallow_copy_type",
+        "what a conversion of a module asks of a tensor, which a stand-in may answer",
+    ),
     *_of(
         "torch.empty()",
         "tensors that are watched or that stand in: writes, views, hooks",
