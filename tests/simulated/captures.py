@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from graphsplit.capture.graph import CapturedGraph
+from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.capture.python.guards import PythonState
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.guards.check import Guards
@@ -33,6 +35,11 @@ def keeps_tensors(state: PythonState) -> bool:
         or any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue))
         for one in state.changes
     )
+
+
+def is_of_one_network(graph: CapturedGraph) -> bool:
+    """Whether a graph calls code that is kept whole: it may hold Python state of its network."""
+    return any(isinstance(node.target, OpaqueCall) for node in graph.fx_graph.nodes)
 
 
 def state_of_copy(state: PythonState, root: nn.Module) -> PythonState:

@@ -51,7 +51,7 @@ from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.metrics import Metric
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.wait import Wait, WaitPolicy
-from simulated.captures import keeps_tensors, plain_attributes, state_of_copy
+from simulated.captures import is_of_one_network, keeps_tensors, plain_attributes, state_of_copy
 from simulated.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
@@ -83,7 +83,8 @@ class Captures:
             if moved.state.guards.hold():
                 return moved
         graph = capture_graph(task, mode, signature, lift=lift)
-        if not lift and not keeps_tensors(graph.state):  # of its network alone
+        # What belongs to one network alone is captured for each.
+        if not (lift or keeps_tensors(graph.state) or is_of_one_network(graph)):
             self._graphs[key] = graph
         return graph
 
@@ -250,8 +251,8 @@ class _Planner(Planner):
         return captures.graph(self._task, mode, signature, lift)
 
     def _pure_passes(self, graph: CapturedGraph, part: StepPart) -> _Passes:
-        if self._shared.captures is None:
-            return super()._pure_passes(graph, part)
+        if self._shared.captures is None or is_of_one_network(graph):
+            return super()._pure_passes(graph, part)  # each worker has its own code
         number, self._num_asked = self._num_asked, self._num_asked + 1
         if number not in self._shared.passes:
             self._shared.passes[number] = super()._pure_passes(graph, part)
