@@ -8,9 +8,11 @@ step.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from graphsplit.capture.state.kept_names import is_kept_name
 from graphsplit.capture.state.kept_tensors import buffer_behind
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import ConfigurationError
+from graphsplit.frames import own_and_torchs
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
@@ -30,6 +33,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 from graphsplit.torch_ext.replaced import (
     FILLING,
     LOOKING,
+    NAMING,
     SAVING,
     UPDATE_AVERAGE,
     call_instead,
@@ -38,6 +42,7 @@ from graphsplit.torch_ext.replaced import (
 )
 from graphsplit.torch_ext.stand_ins import as_ordinary, in_form
 
+_MODULES = nn.Module.buffers.__code__.co_filename
 _here = threading.local()  # .is_inside: values are on all workers
 _installed: list[bool] = []
 
@@ -47,7 +52,10 @@ def install() -> None:
     if _installed:
         return
     _installed.append(True)
-    calls = ((_call_looking, LOOKING), (_call_filling, FILLING), (_call_saving, SAVING))
+    calls = (
+        *((_call_looking, LOOKING), (_call_filling, FILLING), (_call_saving, SAVING)),
+        (_call_naming, NAMING),
+    )
     for call, functions in calls:
         for function in functions:
             call_instead(function, call)
@@ -74,6 +82,30 @@ def _call_looking(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def _call_naming(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The buffers of a module by name; scripts, and their libraries, see those of eager mode."""
+    found: Any = original(*args, **kwargs)
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename == _MODULES:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(own_and_torchs()):
+        return found
+    prefix = kwargs.get("prefix", "") if len(args) < 2 else args[1]
+    modules = args[0].named_modules(prefix=prefix, remove_duplicate=False)
+    hidden = {
+        f"{path}.{name}" if path else name
+        for path, module in modules
+        for name in _not_of_eager_mode(module)
+    }
+    return (one for one in found if one[0] not in hidden) if hidden else found
+
+
+def _not_of_eager_mode(module: nn.Module) -> list[str]:
+    """The names of a module's buffers that are plain tensors in eager mode, kept in Python."""
+    made = vars(module).get(MADE_BUFFERS, ())
+    return [name for name in buffers_of(module) if name in made or is_kept_name(name)]
+
+
 @contextmanager
 def _with_eager_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let modules have the buffers of eager mode, inside; averages pair them by their order.
@@ -82,9 +114,8 @@ def _with_eager_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in modules:
-        table, made = buffers_of(module), vars(module).get(MADE_BUFFERS, ())
-        hidden = [name for name in table if name in made or is_kept_name(name)]
-        if hidden:
+        table = buffers_of(module)
+        if hidden := _not_of_eager_mode(module):
             before.append((table, dict(table)))
             for name in hidden:
                 del table[name]

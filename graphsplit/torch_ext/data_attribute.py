@@ -21,7 +21,8 @@ from graphsplit.errors import CaptureError
 from graphsplit.frames import OWN, is_own, is_users, users_line_now
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.function_modes import TorchCalls
-from graphsplit.torch_ext.stand_ins import StandIn
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn
 
 _ATTRIBUTE: Any = torch.Tensor.data
 
@@ -257,8 +258,9 @@ def is_of_model(tensor: torch.Tensor) -> bool:
     if is_lending(tensor):
         return True
     held = [reference() for reference in [*_lending.values()]]
-    here = [t for t in held if t is not None and not isinstance(t, StandIn) and t.is_leaf]
-    return any(t.grad is tensor for t in here)
+    here = [t for t in held if t is not None and not isinstance(t, StandIn)]
+    with DisableTorchFunctionSubclass():  # a loop's own parameters would ask all workers
+        return any(t.is_leaf and GET_GRADIENT(t) is tensor for t in here)
 
 
 def is_lent_written_to(tensor: torch.Tensor) -> bool:

@@ -83,6 +83,9 @@ SAVING: tuple[Any, ...] = (torch.save,)
 # They fill one tensor, by its form alone; torch lets no stand-in answer for itself there.
 FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
 
+# What all ask for a module's buffers by, ``buffers()`` too.
+NAMING: tuple[Any, ...] = (nn.Module.named_buffers,)
+
 # ``call(original, args, kwargs)``: instead of the function.
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _calls: list[Callable[[tuple[Any, ...], dict[str, Any]], Any]] = []  # the code below calls these

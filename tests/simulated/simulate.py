@@ -47,6 +47,7 @@ from graphsplit.runtime.random.randomness import process_generators, set_process
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.settings import FAIL_FAST, recapture_every
+from graphsplit.torch_ext.attributes import named_tensors
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.metrics import Metric
 from graphsplit.transport.base import ChannelSpec
@@ -74,7 +75,7 @@ class Captures:
         """The graph of a task's step; one that was captured before, if it holds for this task."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
         modes = tuple(m.training for m in task.network.modules())
-        buffers = tuple(name for name, _ in task.network.named_buffers())
+        buffers = tuple(named_tensors(task.network))
         look = (plain_attributes(task.network), modes, buffers, str(kept_forms(task)))
         key = (mode, signature.text, trained, task.autocast, *look)
         known = None if lift else self._graphs.get(key)

@@ -233,6 +233,45 @@ def averaged(make: Any) -> Any:
     return copy.deepcopy([found, model.state_dict(), teacher.state_dict(), average.state_dict()])
 
 
+class Keeps(nn.Module):
+    """Keeps tensors in attributes, lists and dictionaries, and has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+        self.latest = [torch.zeros(4)]
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4)
+        self.first.place("MS_WORKER", 0)
+        self.second.place("MS_WORKER", 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.first(x))
+        self.mean.mul_(0.5).add_(h.detach().mean(0))
+        self.latest[0] = h.detach().sum(0)
+        found: torch.Tensor = self.second(h + self.mean)
+        return found
+
+
+def test_buffers_that_a_script_goes_through_are_those_of_eager_mode() -> None:
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Keeps()
+        teacher = copy.deepcopy(net)
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found: list[Any] = []
+        for batch in BATCHES:
+            found.append(model.train_step(*batch).clone())
+            names = [name for name, _ in net.named_buffers()]
+            given = [name for name, _ in net.named_buffers("net", recurse=True)]
+            found.append([*names, *given, len([*net.buffers()]), len([*net.norm.buffers()])])
+        pairs = zip(teacher.named_buffers(), net.named_buffers(), strict=True)
+        found.append([one[0] == other[0] for one, other in pairs])
+        return copy.deepcopy([found, model.state_dict()])
+
+    compare(run)
+
+
 @pytest.mark.parametrize("at", [14, 22, 30])
 @pytest.mark.parametrize("case", ["smallest", "pruned twice", "weight norm", "parametrized", ""])
 def test_a_worker_that_comes_back_is_given_the_values_again(case: str, at: int) -> None:

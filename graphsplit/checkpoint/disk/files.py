@@ -172,8 +172,8 @@ class TensorFile:
             fix = "it was cut off or changed after it was written; load another save."
             if zipfile.is_zipfile(path):
                 fix = (
-                    "it looks like one of torch.save: pass torch.load(path, weights_only=True), on "
-                    "every worker."
+                    "it looks like one of torch.save: pass the state that PyTorch loads from it "
+                    "with weights_only=True, on every worker."
                 )
             raise CheckpointError(
                 f"{path} is no whole safetensors file: {error}\n  Fix: {fix}"

@@ -58,7 +58,7 @@ def settle_moved(tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int],
     """
     known = job.owners.known(tensors)
     unused = {name: tensor for name, tensor in tensors.items() if name not in known}
-    if not job.owners.num_fixed or job.script.gives_again:
+    if not unused or not job.owners.num_fixed or job.script.gives_again:
         return False
     with job.reporting():
         found = _owners(unused, job.control)
