@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -150,7 +151,9 @@ class ClusterState(Engine):
             return
         model = str(self._number if number is None else number)
         host = socket.gethostname()
-        here = f"{host} {path}"
+        # Where a worker does not see what it loads, it takes what others have read.
+        seen = path if not loads or os.path.exists(path or "") else ""
+        here = f"{host} {seen}"
         its_model, _, there = job.control.share(f"{model} {here}").partition(" ")
         if its_model != model:
             name = type(self._task.network).__name__
@@ -159,7 +162,7 @@ class ClusterState(Engine):
                 f"worker {job.rank}, which has that of {name}\n"
                 f"  Fix: every worker makes the calls of several Models in the same order."
             )
-        if there.startswith(f"{host} ") and there != here:
+        if seen != "" and there not in (here, f"{host} ") and there.startswith(f"{host} "):
             its_path = there.partition(" ")[2]
             told = (
                 f"worker 0 loads {its_path!r}, worker {job.rank} {path!r}: all take one state"
