@@ -49,6 +49,7 @@ from graphsplit.transport.base import Sender
 
 Action = Callable[[StepState], None]
 _SUMS = (Opcode.ACCUMULATE, Opcode.ADD_BLOCK, Opcode.ADD_UP)
+_ALL_RUN = (Opcode.REDUCE, Opcode.CLIP, Opcode.OPTIMIZER)
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -259,16 +260,23 @@ class ProgramRunner:
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions
-        for position in range(self.position, end):
-            self.position = position
-            reported.progress += 1
-            try:
+        reported.calls.computing = self._is_computing
+        try:
+            for position in range(self.position, end):
+                self.position = position
+                reported.progress += 1
                 actions[position](state)
-            except (GraphsplitError, KeyboardInterrupt, SystemExit):
-                raise
-            except Exception as error:
-                raise self._failure(error) from error
+        except (GraphsplitError, KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+        finally:
+            reported.calls.computing = None
         self.position = end
+
+    def _is_computing(self) -> bool:
+        """Whether the instruction under way may run code that other workers do not come to."""
+        return self.instructions[self.position].opcode not in _ALL_RUN
 
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""

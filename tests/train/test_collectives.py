@@ -291,3 +291,70 @@ def test_a_call_of_all_where_others_do_not_make_it_is_refused_at_once(
 
     with pytest.raises(ConfigurationError, match=rf"{name}\(\) cannot be called in {why}"):
         run(script, is_recoverable=is_recoverable)
+
+
+PLACES_OF_CODE = ("kept whole", "hook")
+
+
+@pytest.mark.parametrize("is_recoverable", [False, True])
+@pytest.mark.parametrize("name", CALLS_OF_DATA)
+@pytest.mark.parametrize("place", PLACES_OF_CODE)
+def test_a_call_of_all_in_code_that_a_step_runs_is_refused_at_once(
+    place: str, name: str, is_recoverable: bool
+) -> None:
+    models: dict[int, gs.Model] = {}
+
+    def script(rank: int) -> None:
+        net = with_code(place, lambda: CALLS_OF_DATA[name](models[gs.get_rank()]))
+        models[rank] = model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        model.train(1, batches())
+
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) cannot be called in code that a st"):
+        run(script, is_recoverable=is_recoverable)
+
+
+@pytest.mark.parametrize("place", PLACES_OF_CODE)
+def test_a_call_of_all_in_code_that_an_own_loop_runs_is_refused_at_once(place: str) -> None:
+    def script(rank: int) -> None:
+        net = gs.distribute(with_code(place, gs.barrier))
+        for inputs, target in gs.loop(batches()):
+            nn.functional.cross_entropy(net(inputs), target).backward()
+
+    with pytest.raises(ConfigurationError, match=r"barrier\(\) cannot be called in code that a st"):
+        run(script)
+
+
+@pytest.mark.parametrize("is_recoverable", [False, True])
+def test_on_gradients_calls_what_all_workers_call(is_recoverable: bool) -> None:
+    class Summing(gs.callbacks.Callback):
+        def __init__(self) -> None:
+            self.sums: list[Any] = []
+
+        def on_gradients(self, context: gs.callbacks.RunContext) -> None:
+            self.sums.append(gs.all_reduce(context.rank))
+
+    def script(rank: int) -> Any:
+        net, callback = plain_net(place=True), Summing()
+        gs.Model(net, nn.CrossEntropyLoss(), adam(net)).train(1, batches(), [callback])
+        return callback.sums
+
+    assert run(script, is_recoverable=is_recoverable) == [[3, 3, 3]] * NUM_WORKERS
+
+
+def with_code(place: str, call: Callable[[], Any]) -> nn.Module:
+    """A network of which one worker makes this call in each step, and no recording does."""
+
+    class Calling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if place == "kept whole" and type(x.data) is torch.Tensor:
+                call()
+            return super().forward(x)
+
+    net = plain_net(place=True)
+    assert isinstance(net, nn.Sequential)
+    net[2] = layer = Calling(8, 8).place(2)
+    if place == "kept whole":
+        gs.opaque(layer)
+    else:
+        layer.weight.register_hook(lambda gradient: call())
+    return net

@@ -35,6 +35,11 @@ _IN_STEP = (
     "recording, without this call\n"
     "  Fix: call it in the script, between two steps, or in a callback."
 )
+_IN_CODE = (
+    "cannot be called in code that a step runs, kept whole or in a hook: only the workers where it "
+    "is come to it, and the others wait for its values\n"
+    "  Fix: call it in the script, between two steps, or in a callback."
+)
 _IN_LOADER = (
     "is called by a loader or its data set: only workers that read the data come to it, and the "
     "others wait for the batch\n"
@@ -52,11 +57,13 @@ class CallHistory:
     Attributes:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
         reporting: What is raised inside ends the job, whichever thread it is raised in.
+        computing: Tells whether a step runs code now that others do not come to; None between steps.
     """
 
     def __init__(self) -> None:
         self.is_kept = True
         self.reporting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.computing: Callable[[], bool] | None = None
         self._thread = 0  # that is in the open calls
         self._skipped = own_and_torchs()
         self._reads_alone = False
@@ -127,6 +134,9 @@ class CallHistory:
             ConfigurationError: It reads a batch, or runs code that is recorded or run here alone.
         """
         why = _IN_LOADER if self.is_reading else self._refusal
+        is_others = bool(self._state[3]) and get_ident() != self._thread
+        if not why and self.computing is not None and not is_others and self.computing():
+            why = _IN_CODE
         if why:
             self._refuse(f"{name}() {why}")
 
