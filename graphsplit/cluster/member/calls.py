@@ -57,7 +57,7 @@ class CallHistory:
     Attributes:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
         reporting: What is raised inside ends the job, whichever thread it is raised in.
-        computing: Tells whether a step runs code now that others do not come to; None between steps.
+        computing: Tells whether a step runs code that others do not come to; None between steps.
     """
 
     def __init__(self) -> None:
