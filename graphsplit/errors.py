@@ -29,7 +29,13 @@ class ConfigurationError(GraphsplitError, ValueError):
 
 
 class PlacementError(GraphsplitError, ValueError):
-    """A ``.place(role, rank)`` cannot be honoured. Lists every fault found, not only the first."""
+    """A ``.place(role, rank)`` cannot be honoured. Lists every fault found, not only the first.
+
+    Attributes:
+        may_do_in_turn: Whether it perhaps can, if microbatches run one after the other.
+    """
+
+    may_do_in_turn = False
 
 
 class CaptureError(GraphsplitError):

@@ -12,7 +12,7 @@ from graphsplit.batches import step_functions
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.python.answers import Answers
-from graphsplit.errors import InvariantError
+from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
@@ -56,6 +56,7 @@ from graphsplit.planning.task import Task, module_annotations, named_state, stat
 from graphsplit.planning.trainable import check_graph
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import (
+    WHOLE_STEP,
     Policy,
     StepPart,
     WorkerProgram,
@@ -210,6 +211,29 @@ def make_plan(
     if part.exchange is Exchange.ALONE:
         plan = exchange_alone(plan)
     return plan, lower_plan(plan, part, task.schedule)
+
+
+def plan_ahead(
+    graph: CapturedGraph, task: Task, part: StepPart, *, num_workers: int, owners: Mapping[str, int]
+) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+    """The plan that steps will run, made beforehand: that of one microbatch, if they take turns."""
+    try:
+        return make_plan(graph, task, num_workers=num_workers, owners=owners, part=part)
+    except PlacementError as error:
+        if not may_take_turns(error, task, has_replicas=graph.has_replicas):
+            raise
+    return make_plan(graph, task, num_workers=num_workers, owners=owners, part=WHOLE_STEP)
+
+
+def may_take_turns(error: PlacementError, task: Task, *, has_replicas: bool) -> bool:
+    """Whether what cannot be planned may be if each microbatch runs like a batch.
+
+    Args:
+        error: Why not.
+        task: What is trained.
+        has_replicas: Whether replicas share its microbatches.
+    """
+    return error.may_do_in_turn and task.part_sums is None and not has_replicas
 
 
 def _with_blocks(plan: PartitionPlan, task: Task, part: StepPart) -> PartitionPlan:

@@ -75,8 +75,8 @@ class Planner:
         self._job = job
         self._plans: OrderedDict[tuple[int, StepPart], ReadyPlan] = OrderedDict()  # by recording
         self._numbers: dict[tuple[int, StepPart], int] = {}
-        self.parameters = tuple(task.network.parameters())
-        self.trainable = trainable_of(task)
+        self.taking_turns: set[int] = set()  # recordings whose microbatches run like batches
+        self.parameters, self.trainable = tuple(task.network.parameters()), trainable_of(task)
         self.plain_values_agree = True  # on all workers, once all have read one loader
         self._is_settled = False  # whether the updater knows where its parameters live
         self.updater = Updater(task, self.parameters)
@@ -106,6 +106,7 @@ class Planner:
         """Forget all plans; owners stay. All workers do so at the same point."""
         self._plans.clear()
         self._numbers.clear()
+        self.taking_turns.clear()
         self._due.clear()
         self._swaps.settle()  # the channels are gone
         # Somebody may be new, and know nothing of what was seen before.

@@ -17,7 +17,8 @@ batch that asks nothing: while one replica runs what it has the answers for, the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -30,8 +31,10 @@ from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
 from graphsplit.partition.plan import Exchange
 from graphsplit.planning.compared.announced import Note
+from graphsplit.planning.passes import may_take_turns
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
+from graphsplit.planning.recordings import Match
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.program.lower import StepPart
 from graphsplit.runtime.random.randomness import microbatch_rng_state
@@ -122,6 +125,13 @@ class StepPhase(NamedTuple):
         """The microbatches' weights, and the random state in which each begins."""
         start = self.start
         return Microbatches(self.weights, lambda m: progress.rng_state(start + m), start)
+
+    @contextmanager
+    def drawing(self, progress: TrainingProgress) -> Iterator[None]:
+        """Run a microbatch as if it were a batch, from its own random state; that is put back."""
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.set_state(progress.rng_state(self.start))
+            yield
 
 
 class PlannedStep(NamedTuple):
@@ -272,7 +282,7 @@ def _plan_microbatches(
         opens: Whether gradients are reset before it.
         closes: Whether the optimizer steps after it.
     """
-    mode, num_kept = Mode.TRAIN, planner.num_kept
+    num_kept = planner.num_kept
     planner.keep_at_least(2 * len(shape.parts))
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
@@ -283,16 +293,13 @@ def _plan_microbatches(
     while waiting:
         (signature, count), *later = waiting
         if not asks:  # what a microbatch leaves is known once it has its answers
-            try:
-                found = planner.recording_for(mode, signature, note=note)
-            except RaisedInEagerError as error:
-                error.is_first &= not plans
-                raise
+            found = _recording_for(planner, signature, note, is_first=not plans)
         graph = found.recording.graph
         asks |= graph.num_answered is not None
         if asks and num_kept:
             _refuse_asking(graph)
-        if count > 1 and (graph.is_other_after or asks):
+        takes_turns = found.recording.plans in planner.taking_turns
+        if count > 1 and (graph.is_other_after or asks or takes_turns):
             later, count = [(signature, count - 1), *later], 1
         has_replicas = planner.has_replicas or graph.has_replicas
         when = _when_exchanged(num_kept, ends=closes and count == num_parts)
@@ -301,13 +308,16 @@ def _plan_microbatches(
             count,
             first=opens and not plans,
             last=closes and is_last,
-            is_microbatched=True,
+            is_microbatched=not takes_turns,
             adds_up=planner.sums is not None and is_last,
             start=sum(sizes) if has_replicas else 0,
             num_parts=num_parts if has_replicas and (num_kept or asks) else 0,
             exchange=when,
         )
-        plans.append(planner.plan_for(found, part, note=note))
+        plan = _plan_for(planner, found, part, note, has_replicas=has_replicas)
+        if plan is None:
+            continue
+        plans.append(plan)
         sizes.append(count)
         trained.append((planner.trainable, planner.requires_grad()))
         waiting = later
@@ -320,6 +330,28 @@ def _plan_microbatches(
     is_one = len({flags for _, flags in trained}) == 1
     marks = [] if is_one else [partial(put_requires_grad, *part) for part in trained]
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
+
+
+def _recording_for(planner: Planner, signature: Signature, note: Note, *, is_first: bool) -> Match:
+    """The recording of a microbatch; an error of eager mode's own is told if it is the first."""
+    try:
+        return planner.recording_for(Mode.TRAIN, signature, note=note)
+    except RaisedInEagerError as error:
+        error.is_first &= is_first
+        raise
+
+
+def _plan_for(
+    planner: Planner, found: Match, part: StepPart, note: Note, *, has_replicas: bool
+) -> ReadyPlan | None:
+    """The plan of microbatches; None if they have to take turns, which the planner then knows."""
+    try:
+        return planner.plan_for(found, part, note=note)
+    except PlacementError as error:
+        if not may_take_turns(error, planner.task, has_replicas=has_replicas):
+            raise
+        planner.taking_turns.add(found.recording.plans)
+        return None
 
 
 def _refuse_asking(graph: CapturedGraph) -> NoReturn:

@@ -29,7 +29,8 @@ class StepPart(NamedTuple):
         num_microbatches: How many microbatches.
         first: Whether they begin the step: gradients are set to None.
         last: Whether they end it: the optimizer steps.
-        is_microbatched: Whether the batch was split, if only into one.
+        is_microbatched: Whether the batch was split, if only into one. False where a microbatch
+            runs like a whole batch, one after the other, for what their code shares.
         adds_up: Whether they end a batch whose parts of gradients were kept apart.
         start: The number of the first of them in the batch, where replicas share it.
         num_parts: How many microbatches replicas share: all of the batch; 0: these alone.

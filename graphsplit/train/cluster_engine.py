@@ -325,7 +325,9 @@ class ClusterEngine(ClusterState):
                 if is_watched:
                     profiler.begin(plan, step)
                 before = note_left(plan, self._job.rank) if plan.left_by_calls else []
-                with _UNSEEN if self.witness is None else self.witness.watch(plan.runner):
+                witness = _UNSEEN if self.witness is None else self.witness.watch(plan.runner)
+                in_turn = phase.weights and not plan.plan.is_microbatched
+                with witness, phase.drawing(self.progress) if in_turn else _UNSEEN:
                     state = plan.runner.run(
                         step,
                         phase.inputs,

@@ -23,8 +23,8 @@ from graphsplit.planning.modes import as_in
 from graphsplit.planning.passes import (
     capture_graph,
     consumers_of,
-    make_plan,
     placement_rules,
+    plan_ahead,
 )
 from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.links import Links, message_lines, with_links
@@ -114,6 +114,9 @@ class Explainer:
         plan, programs = self._planned(division, "explain")
         state = named_state(self._task.network, self._task.loss_fn)
         number = len(division.microbatches)
+        if division.weights and not plan.is_microbatched:
+            why = "its microbatches run one after the other"
+            return plan, [], [], [f"not known: {why}; model.profile() measures a job"]
         try:
             first = leaves(division.microbatches[0])
             costs = tried_costs(plan, state, first, self._task.optimizers)
@@ -202,7 +205,7 @@ class Explainer:
                 f"  Fix: run a step of a cluster, then call model.{method} without a batch: it is "
                 f"about the step that ran last."
             )
-        return make_plan(
+        return plan_ahead(
             graph,
             task,
             num_workers=self._num_workers(graph),

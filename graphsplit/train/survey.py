@@ -21,7 +21,7 @@ from graphsplit.check.request import read_request, requested_file, write_refusal
 from graphsplit.errors import GraphsplitError
 from graphsplit.frames import line_now
 from graphsplit.planning.modes import as_in
-from graphsplit.planning.passes import capture_graph, make_plan
+from graphsplit.planning.passes import capture_graph, plan_ahead
 from graphsplit.planning.task import Task, check_trained
 from graphsplit.program.lower import StepPart
 from graphsplit.train.engine import EagerEngine
@@ -100,7 +100,7 @@ class SurveyEngine(EagerEngine):
         task = self._task
         with as_in(mode, task.network):
             graph = capture_graph(task, mode, signature, answers=Answers())
-        make_plan(graph, task, num_workers=self._num_workers, owners={}, part=part)
+        plan_ahead(graph, task, part, num_workers=self._num_workers, owners={})
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
         try:

@@ -251,8 +251,8 @@ class OpaqueCall:
 
 
 ONE_STATE = (
-    "place both calls on one worker, next to each other if there are several microbatches; or give "
-    "each a state of its own; or hand it from one to the other as a tensor."
+    "place both calls on one worker; or give each a state of its own; or hand it from one to the "
+    "other as a tensor."
 )
 
 
@@ -293,7 +293,8 @@ def leaves_state(
         lambda holder, elsewhere: OpaqueCallError(
             f"{label} changes {holder.name}, which a call elsewhere can reach too, or the same "
             f"call in another microbatch; it would find something else there than in one "
-            f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE}"
+            f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE} It cannot be seen before "
+            f"it runs; one process, or one microbatch on one worker, has no such limit."
         ),
     )
 

@@ -121,8 +121,10 @@ def _refusal(
     lines = "".join(f"\n  {source}" for source in dict.fromkeys((one.source, two.source)))
     what = holder.name if holder.key in two.reached.holders else "random and numpy.random"
     how = "in several microbatches at once" if plan.is_microbatched else "on several workers"
-    return PlacementError(
+    error = PlacementError(
         f"{who} share {what}, which changes when they run, but they run {how}"
         f", or in another order than in one process{lines}\n"
         f"  Fix: {ONE_STATE}"
     )
+    error.may_do_in_turn = plan.is_microbatched
+    return error
