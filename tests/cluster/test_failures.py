@@ -59,6 +59,29 @@ def test_a_worker_whose_stream_breaks_is_named_everywhere_after_a_short_grace(dr
     assert scheduler.exit.cause.rank == 3
 
 
+@pytest.mark.parametrize("told", ["step 1, conv1", ""])
+def test_a_loss_tells_how_far_another_worker_was_then(drive, told):
+    scheduler = drive().form()
+    scheduler.say(3, Heartbeat(1, told, location=Location(step=1)))
+    scheduler.say(0, Heartbeat(1, "step 700", location=Location(step=700)))
+    scheduler.feed(Disconnected(3))
+    seen = FailureCause("lost", "worker 3 is gone", location=Location(step=912))
+    scheduler.say(2, Failed(seen))
+    scheduler.pass_time(0.4)
+    cause = scheduler.last(1).cause
+    then = "worker 2 was then in step 912"
+    assert (cause.rank, cause.position) == (3, f"{told}; {then}" if told else then)
+
+
+def test_a_loss_tells_of_no_other_worker_that_was_not_further(drive):
+    scheduler = drive().form()
+    scheduler.say(3, Heartbeat(1, "step 12", location=Location(step=12)))
+    scheduler.say(0, Heartbeat(1, "step 12", location=Location(step=12)))
+    scheduler.feed(Disconnected(3))
+    scheduler.pass_time(0.4)
+    assert scheduler.last(1).cause.position == "step 12"
+
+
 def test_a_worker_that_leaves_without_finishing_is_lost_too(drive):
     scheduler = drive().form()
     scheduler.say(2, Leave())

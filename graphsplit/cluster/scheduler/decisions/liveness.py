@@ -143,6 +143,8 @@ def decide(job: JobState) -> None:
     cause = job.liveness.suspicion.due(job.now, is_somebody_falling_silent=is_falling_silent)
     if cause is None:
         return
+    told = [(one.rank, one.location) for one in [*job.roster, *job.liveness.suspicion.causes]]
+    cause = causes.seen_by_others(cause, told)
     if recovery.can_recover(job, cause):
         recovery.recover(job, cause)
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from graphsplit.cluster.scheduler.job.roster import Worker
+from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import Arrive
-from graphsplit.failure import FailureCause
-from graphsplit.text import join_numbers
+from graphsplit.failure import FailureCause, Location
+from graphsplit.text import cut_end, join_numbers
 
 LEFT_EARLY = "lost: it left before the job was finished, and reported no error"
 LINGERED = "it did not leave when the job had ended"
@@ -43,6 +44,22 @@ def did_not_return(silence_s: float) -> str:
         f"lost: it did not come back within {silence_s:g} s (see MS_NODE_TIMEOUT) after the "
         f"scheduler did"
     )
+
+
+def seen_by_others(cause: FailureCause, others: Iterable[tuple[int, Location]]) -> FailureCause:
+    """A loss, and how far others were: what the lost worker said last is up to a second old.
+
+    Args:
+        cause: Any cause.
+        others: Workers, and where they were, as far as they have told.
+    """
+    steps = [(at.step, rank) for rank, at in others if rank != cause.rank and at.step is not None]
+    step, rank = max(steps, default=(0, -1))
+    if cause.kind != "lost" or cause.rank < 0 or step <= (cause.location.step or 0):
+        return cause
+    then = f"worker {rank} was then in step {step}"
+    own = cut_end(cause.position, limits.MAX_POSITION_CHARS - len(then) - 2)
+    return replace(cause, position=f"{own}; {then}" if own else then)
 
 
 def incomplete(topo_timeout_s: float, line: str, num_refused: int) -> FailureCause:

@@ -64,6 +64,11 @@ class Suspicion:
         self._known.append((strength, cause))
 
     @property
+    def causes(self) -> list[FailureCause]:
+        """All that was told."""
+        return [cause for _, cause in self._known]
+
+    @property
     def due_at(self) -> float | None:
         """When the grace is over; None while nobody is suspected."""
         return self._deadline if self._known else None
