@@ -134,7 +134,7 @@ def test_two_launchers_train_one_network(tmp_path: Path) -> None:
 @pytest.mark.real_processes
 @pytest.mark.timeout(240)
 def test_a_worker_that_is_killed_on_one_host_ends_the_other_one(tmp_path: Path) -> None:
-    with two_launchers(tmp_path, STEPS="1000000") as (first, second):
+    with two_launchers(tmp_path, STEPS="endless") as (first, second):
         pids_of_workers(first.stdout, count=1)
         pids = pids_of_workers(second.stdout, count=1)
         os.kill(pids[1], signal.SIGKILL)

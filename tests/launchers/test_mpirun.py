@@ -67,7 +67,7 @@ def test_lenet_learns_the_same_as_by_itself(tmp_path: Path, mpi: Mpi) -> None:
 @pytest.mark.parametrize("whom", ["launcher", "worker 0", "worker 1"])
 def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, mpi: Mpi, whom: str) -> None:
     """Ctrl-C for the launcher; or a worker is killed, once that whose child the scheduler is."""
-    with mpi(tmp_path, STEPS="1000000") as job:
+    with mpi(tmp_path, STEPS="endless") as job:
         pids = pids_of_workers(job.stdout, count=2)
         if whom == "launcher":
             job.send_signal(signal.SIGINT)

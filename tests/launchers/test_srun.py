@@ -74,7 +74,7 @@ def test_tasks_on_two_nodes_without_a_secret_are_told_the_lines_to_add(
 @pytest.mark.parametrize("whom", ["srun", "worker 0", "worker 1"])
 def test_an_ended_job_leaves_nothing_behind(srun: Launch, tmp_path: Path, whom: str) -> None:
     """Ctrl-C, which srun wants twice; or a worker is killed, once the scheduler's parent."""
-    with srun(tmp_path, STEPS="1000000") as job:
+    with srun(tmp_path, STEPS="endless") as job:
         pids = pids_of_workers(job.stdout, count=2)
         if whom == "srun":
             job.send_signal(signal.SIGINT)

@@ -111,7 +111,7 @@ def test_a_start_takes_three_round_trips_and_one_process_more_on_each_host(
     given = ("run", "--ssh", counting, "-H", "a:1,b:2", "--env", "STEPS"), ("run", "-n", "3")
     for options in given:
         command = [sys.executable, "-m", "graphsplit", *options, str(SCRIPT)]
-        own = environment(tmp_path, STEPS="1000000", PYTHONPATH=str(ROOT))
+        own = environment(tmp_path, STEPS="endless", PYTHONPATH=str(ROOT))
         with started(command, own) as job:
             pids_of_workers(job.stdout, count=3)
             found[options[1]] = [
@@ -202,7 +202,7 @@ def kill_session(job: subprocess.Popen[str], pid: int, hosts: Cluster) -> None:
 def test_an_ended_job_leaves_nothing_behind(
     hosts: Cluster, tmp_path: Path, end: Callable[..., None], status: int, told: str
 ) -> None:
-    with running(hosts, "--env", "STEPS", STEPS="1000000") as job:
+    with running(hosts, "--env", "STEPS", STEPS="endless") as job:
         pids = pids_of_workers(job.stdout, count=2)
         end(job, pids[1], hosts)
         output, _ = job.communicate(timeout=LIMIT_S)
@@ -214,7 +214,7 @@ def test_an_ended_job_leaves_nothing_behind(
 def test_one_that_is_interrupted_while_it_starts_leaves_nothing_behind(
     hosts: Cluster, tmp_path: Path
 ) -> None:
-    with running(hosts, "--env", "STEPS", STEPS="1000000") as job:
+    with running(hosts, "--env", "STEPS", STEPS="endless") as job:
         assert job.stdout is not None
         while "starting 2 workers: 0 on a, 1 on b" not in (line := job.stdout.readline()):
             assert line
@@ -257,7 +257,7 @@ def test_the_workers_of_a_lost_host_go_on_on_a_spare_one(hosts: Cluster, tmp_pat
 
 
 def test_a_frozen_worker_is_ended_and_named(hosts: Cluster, tmp_path: Path) -> None:
-    own = {"STEPS": "1000000", "MS_NODE_TIMEOUT": "3"}
+    own = {"STEPS": "endless", "MS_NODE_TIMEOUT": "3"}
     with running(hosts, "--env", "STEPS", **own) as job:
         pids = pids_of_workers(job.stdout, count=2)
         os.kill(pids[1], signal.SIGSTOP)
@@ -283,7 +283,7 @@ def test_a_job_that_asks_for_another_try_gets_it_on_the_same_hosts(
 
 def test_hosts_end_all_when_the_launcher_is_frozen(hosts: Cluster, tmp_path: Path) -> None:
     """Nothing closes then: they have counted its beats."""
-    with running(hosts, "--env", "STEPS", STEPS="1000000", MS_NODE_TIMEOUT="5") as job:
+    with running(hosts, "--env", "STEPS", STEPS="endless", MS_NODE_TIMEOUT="5") as job:
         pids_of_workers(job.stdout, count=2)
         job.send_signal(signal.SIGSTOP)
         end_s = time.monotonic() + LIMIT_S
@@ -442,7 +442,7 @@ def test_hosts_with_networks_of_their_own_train_and_one_that_vanishes_is_named(
         assert job.returncode == 0 and output.count(learned) == 2, output
         assert "listening on 10.118.0.1:" in output and "segments, 2 workers" in output
         assert_nothing_is_left(tmp_path)
-        endless = {"STEPS": "1000000", "MS_NODE_TIMEOUT": f"{NODE_TIMEOUT_S:g}"}
+        endless = {"STEPS": "endless", "MS_NODE_TIMEOUT": f"{NODE_TIMEOUT_S:g}"}
         with running(hosts, "--env", "STEPS", namespace=namespaces[0], **endless) as job:
             pids_of_workers(job.stdout, count=2)
             cable = ["ip", "-n", namespaces[1], "link", "set", "eth0", "down"]

@@ -34,7 +34,7 @@ def test_lenet_learns_the_same_as_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whom", ["torchrun", "worker 0"])
 def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, whom: str) -> None:
     """Ctrl-C for torchrun; or the worker is killed whose child the scheduler is."""
-    with torchrun(tmp_path, STEPS="1000000") as job:
+    with torchrun(tmp_path, STEPS="endless") as job:
         pids = pids_of_workers(job.stdout, count=2)
         if whom == "torchrun":
             job.send_signal(signal.SIGINT)
