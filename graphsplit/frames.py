@@ -67,16 +67,10 @@ def line_of(trace: TracebackType | None) -> str:
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The user's innermost frame of a running stack."""
-    known: dict[str, bool] = {}  # a hundred frames are of ten files
-    while frame is not None:
-        file = frame.f_code.co_filename
-        is_found = known.get(file)
-        if is_found is None:
-            is_found = known[file] = is_users(file)
-        if is_found:
-            return frame
+    torch_file = getattr(sys.modules.get("torch"), "__file__", None)
+    while frame is not None and not _is_users(frame.f_code.co_filename, torch_file):
         frame = frame.f_back
-    return None
+    return frame
 
 
 def line_now(frame: FrameType | None) -> str:

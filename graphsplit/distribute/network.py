@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import sys
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -27,6 +28,7 @@ from graphsplit.distribute.parameters import Gradients, mark_of
 from graphsplit.distribute.states import check_alike, state_of
 from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value
+from graphsplit.distribute.workers.here import is_dense
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, OwnershipError, StoppedInOrder
 from graphsplit.feeding.loader_checks import watch_loaders
@@ -37,6 +39,7 @@ from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.tensor_meta import sample_of
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
 from graphsplit.torch_ext.private import (
     COMPILED_CALLS,
@@ -200,7 +203,7 @@ class Distributed:
                 task = dataclasses.replace(self.task, autocast=dtype)
                 self._casting[dtype] = NetworkCalls(task, self._job)
             self.calls = self._casting[dtype]
-            others = others_of(self._tensors()) if self._gradients is None else ()
+            others = () if self._gradients is not None else self._begin()
             self._loop.is_calling = True
             try:
                 call = self.calls.forward(given)
@@ -217,6 +220,15 @@ class Distributed:
                 self._loop.left.put_back(self.task.network, call.plan.plan.placed.graph)
             return found
 
+    def _begin(self) -> list[tuple[torch.Tensor, str]]:
+        """Before the first call: all workers have the same values; who else has their memory."""
+        tensors = self._tensors()
+        values = [one for one in tensors.values() if type(one) in (torch.Tensor, nn.Parameter)]
+        sums = [zlib.crc32(sample_of(one)) for one in values if is_dense(one)]
+        name = f"values of {type(self.task.network).__name__} before its first call"
+        self._loop.taken.note(name, (), sums)
+        return others_of(tensors)
+
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""
         if self.kept is not None:
@@ -228,7 +240,7 @@ class Distributed:
 
     def _gathered(self) -> dict[str, Any]:
         if self.owners():  # else each worker has all of it
-            check_alike(self._job, f"network {self._index}", type(self.task.network).__name__)
+            check_alike(self._loop, f"network {self._index}", type(self.task.network).__name__)
         return self.calls.state_dict()
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:

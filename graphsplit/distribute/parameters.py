@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
 
 from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.following.casts import refuse_cached_cast
-from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.values import SPECIAL, LoopValue
 from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.distribute.workers.twins import Twin, is_shared
@@ -31,6 +32,7 @@ from graphsplit.optimizers.ownership import (
     ElsewhereParameter,
     is_elsewhere,
 )
+from graphsplit.optimizers.parameter_hooks import hooks_of
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.torch_ext.attributes import storage_of, writes_of
 from graphsplit.torch_ext.private import (
@@ -74,6 +76,16 @@ class InLoop:
         if self._emptied_at != taken.count:
             self._emptied_at = taken.count
             taken.note_emptied(self.mark)
+
+    def note_set(self, name: str, value: Any = None) -> None:
+        """It is given a gradient, data or a hook: each worker would do so to what is there."""
+        plain = [value] if type(value) in (torch.Tensor, nn.Parameter) else []
+        marks = [value.mark] if isinstance(value, LoopValue) else []
+        what, taken = f"{name} of {' '.join(map(str, self.number))}", self.loop.taken
+        is_emptied = self._emptied_at == taken.count
+        taken.note(what, plain, [self.mark, *marks], is_write=True)
+        if is_emptied and name == "data":  # net.to(device) looks twice at the gradient, where it is
+            self._emptied_at = taken.count
 
 
 def enter_loop(parameter: torch.Tensor, known: InLoop) -> None:
@@ -201,9 +213,7 @@ def _set_gradient(parameter: torch.Tensor, *given: Any) -> None:
         if value is None:
             known.note_emptied()
         else:
-            plain = [value] if type(value) is torch.Tensor else []
-            marks = [value.mark] if isinstance(value, LoopValue) else []
-            known.loop.taken.note("grad", plain, [known.mark, *marks])
+            known.note_set("grad", value)
     _gradient(func, known, (parameter, *given))
 
 
@@ -224,6 +234,7 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
     if in_loop(given) is not None:
         given = _value_of(given)
     value = given
+    known.note_set("data", value)
     if isinstance(value, LoopValue):
         if value.home != known.owner and is_shared(value.held):
             raise ConfigurationError(
@@ -297,8 +308,49 @@ def _as_data_of(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return parameter if in_loop(tensor) is not None else _value_of(parameter).as_data_of(tensor)
 
 
+class _Hook(RemovableHandle):
+    """A hook on a parameter in a loop, which all workers remove."""
+
+    def remove(self) -> None:
+        """Remove it."""
+        known = in_loop(self)
+        assert known is not None
+        if not (known.loop.is_in_backward or known.loop.job.depth):  # removes itself as it runs
+            known.note_set("removed hook")
+        super().remove()
+
+
+def _hooked(name: str) -> Any:
+    def hooked(parameter: Any, hook: Any) -> Any:
+        handle = getattr(torch.Tensor, name)(parameter, hook)
+        known = in_loop(parameter)
+        if known is not None and not known.loop.job.depth:
+            known.note_set(name)
+            handle.__class__ = _Hook
+            setattr(handle, _KEY, known)
+        return handle
+
+    return hooked
+
+
+def _set_memory(parameter: torch.Tensor, *given: Any) -> torch.Tensor:
+    """``p.set_(tensor)``, which asks no ``__torch_function__``."""
+    known = in_loop(parameter)
+    if known is None or known.loop.job.depth or not are_subclasses_asked():
+        return torch.Tensor.set_(parameter, *given)
+    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+        SPECIAL["set_"](torch.Tensor.set_, (parameter, *given), {})
+    _set_data(SET_DATA, parameter, given[0])
+    return parameter
+
+
 class _Answers(torch.Tensor):
     """The answers of every tensor in a loop: to functions of torch, and to other methods."""
+
+    set_ = _set_memory  # type: ignore[assignment]
+    register_hook, register_post_accumulate_grad_hook = map(
+        _hooked, ("register_hook", "register_post_accumulate_grad_hook")
+    )
 
     as_loop_value = _value_of
     as_data_of = _as_data_of
@@ -384,7 +436,10 @@ class Gradients:
         self._question = f"grad of parameters of network {self._number}"
         for index, tensor in enumerate((*parameters, *buffers)):
             number = "parameter", index, "of network", self._number
-            enter_loop(tensor, InLoop(loop, owners[id(tensor)], self, tensor, number))
+            known = InLoop(loop, owners[id(tensor)], self, tensor, number)
+            for _ in () if in_loop(tensor) else hooks_of(tensor):  # that it has had until now
+                known.note_set("hook")
+            enter_loop(tensor, known)
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""

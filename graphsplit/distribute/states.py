@@ -15,6 +15,7 @@ from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.parameters import mark_of
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import CollectiveMismatchError, ConfigurationError, OwnershipError
 from graphsplit.frames import is_users
@@ -31,20 +32,21 @@ _states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerS
 _states = weakref.WeakKeyDictionary()
 
 
-def check_alike(job: Job, told: str, name: str) -> None:
+def check_alike(loop: Loop, told: str, name: str) -> None:
     """Refuse that workers gather the states of different networks or optimizers. Collective.
 
     Args:
-        job: The workers.
+        loop: The workers.
         told: What tells it from others, on all workers alike.
         name: How errors call it.
 
     Raises:
         CollectiveMismatchError: They do: what they make together would be a mixture.
+        LoaderMismatchError: One of them has changed its part alone.
     """
-    if job.control.share(told) != told:
+    if exchange(loop, f"state_dict() of {name}", told)[0] != told:
         raise CollectiveMismatchError(
-            f"worker 0 gathers another state than worker {job.rank}, which has that of {name}\n"
+            f"worker 0 gathers another state than worker {loop.rank}, which has that of {name}\n"
             f"  Fix: every worker calls state_dict() of several networks and optimizers in the "
             f"same order."
         )
@@ -62,6 +64,7 @@ class OptimizerState:
         kept: All entries, while ``state_dict`` answers on each worker by itself.
         owned: Steps what lives here.
         settled_at: How often networks had settled when ``owned`` was made.
+        loaded: The entries that were taken over at last.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> None:
@@ -69,6 +72,7 @@ class OptimizerState:
         self._own: Any = None
         self.kept: Any = None
         self.owned: Any = None
+        self.loaded: Any = None
         self.settled_at = -1
         self._told = f"{type(optimizer).__name__} of {_first_place(optimizer, Loop.of(job))}"
         optimizer.register_state_dict_pre_hook(self._put_whole)
@@ -77,10 +81,13 @@ class OptimizerState:
 
     def gather(self, optimizer: torch.optim.Optimizer) -> Any:
         """Collective: the entries of all workers."""
+        loop = Loop.of(self._job)
 
         def run() -> Any:
+            loop.taken.note_step(optimizer, settings_of(optimizer), "state_dict")
+            self.take_given(optimizer)
             with self._job.reporting(), DisableTorchFunctionSubclass():
-                check_alike(self._job, self._told, type(optimizer).__name__)
+                check_alike(loop, self._told, type(optimizer).__name__)
                 # It may still hold parameters of layers that were taken out of the network.
                 held = {str(id(p)): p for p in parameters_of(optimizer)}
                 known = self._job.owners.known(held)
@@ -90,7 +97,14 @@ class OptimizerState:
         return self._job.script.collective(ModelCall("optimizer.state_dict", run))
 
     def _drop_others(self, optimizer: torch.optim.Optimizer) -> None:
-        drop_others(optimizer, Loop.of(self._job))
+        self.loaded = None
+        self.take_given(optimizer)
+
+    def take_given(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over entries that were loaded, or that the script has set."""
+        if not isinstance(optimizer.state, Entries) and optimizer.state is not self.loaded:
+            drop_others(optimizer, Loop.of(self._job))
+            self.loaded = optimizer.state
 
     def _put_whole(self, optimizer: torch.optim.Optimizer) -> None:
         whole = self.gather(optimizer) if self.kept is None else self.kept
@@ -101,6 +115,14 @@ class OptimizerState:
         loop = Loop.of(self._job)
         for entries in state["state"].values():
             as_copies(entries, lambda name: mark_of(None, loop))
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """How it steps each of its groups, as the script has set it."""
+    values = [value for group in optimizer.param_groups for value in group.values()]
+    if tuple not in map(type, values):
+        return values
+    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def _first_place(optimizer: torch.optim.Optimizer, loop: Loop) -> tuple[int, int] | None:
@@ -213,7 +235,7 @@ def drop_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """
     leaves = pytree.tree_leaves([dict(entry) for entry in optimizer.state.values()])
     values = [leaf for leaf in leaves if not isinstance(leaf, LoopValue)]
-    loop.taken.note(f"{type(optimizer).__name__}.load_state_dict", values)
+    loop.taken.note(f"{type(optimizer).__name__}.state", values, is_write=True)
     forget_others(optimizer)
 
 

@@ -21,11 +21,12 @@ from torch.optim.optimizer import (
 
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import (
+    Entries,
     OptimizerState,
-    drop_others,
     forget_others,
     give_whole_state,
     hide_others,
+    settings_of,
     show_here,
     state_of,
 )
@@ -81,7 +82,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if is_stepping or loop is None:
         return
     if not loop.is_in_backward:  # else a hook of one worker's parameter steps
-        loop.taken.note_step(optimizer, _settings(optimizer))
+        loop.taken.note_step(optimizer, settings_of(optimizer))
     problems = rules_problems(optimizer, None, None)
     if has_closure:
         problems.append(
@@ -105,19 +106,21 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
     """The state of an optimizer over all workers, which knows where parameters live by now."""
-    state = state_of(optimizer)
+    state, is_given = state_of(optimizer), not isinstance(optimizer.state, Entries)
+    is_new = state is None or state.settled_at != loop.num_settled
     show_here(optimizer)
-    if state is None or state.settled_at != loop.num_settled:
+    if state is None or is_new:
         owned = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
-        # Later on all have their own entries: nothing was loaded where there are no others. That
-        # may be so on one worker alone, as may a hook of its parameter, which steps.
-        if state is None and not loop.is_in_backward:
-            drop_others(optimizer, loop)
-        elif state is None or any(map(is_elsewhere, optimizer.state)):
-            forget_others(optimizer)
         state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
         state.owned, state.settled_at = owned, loop.num_settled
+    if is_given and not loop.is_in_backward:  # else a hook of one worker's parameter steps
+        state.take_given(optimizer)
+    elif is_new and any(
+        map(is_elsewhere, optimizer.state)
+    ):  # of another network, whose plan is new
+        forget_others(optimizer)
+    state.loaded = optimizer.state
     return state
 
 
@@ -135,14 +138,6 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 def _has_any(network: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     own = {id(parameter) for parameter in network.parameters()}
     return any(id(parameter) in own for parameter in parameters)
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """How it steps each of its groups, as the script has set it."""
-    values = [value for group in optimizer.param_groups for value in group.values()]
-    if tuple not in map(type, values):
-        return values
-    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def _loop_of(parameters: Iterable[torch.Tensor]) -> Loop | None:

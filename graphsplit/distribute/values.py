@@ -334,7 +334,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     inside = from_last(lambda leaf: _operand(leaf, home, loop, name, as_it_is=as_it_is), found)
     find = None if kwargs else follow(func, name, args)
     if find is None:
-        loop.taken.note(name, taken, [value.mark for value in values])
+        marks = [value.mark for value in values]
+        loop.taken.note(name, taken, marks, is_write=bool(targets))
         number, mark = loop.taken.count, loop.taken.checksum
     else:  # one worker may do it alone, as to print
         mark = zlib.crc32(repr((name, [value.mark for value in values], taken)).encode())

@@ -35,6 +35,7 @@ from graphsplit.tensor_meta import sample_of
 # met, which goes with messages that are sent anyway.
 _NUMBERS = (type(None), float, bool, int, str, complex)  # the usual ones first
 _MOST_NAMED = 8
+_MOST_OPERANDS = 16  # of one operation that are shown
 _MOST_OPTIMIZERS = 4  # whose settings are told: those that came first into use, of the latest
 
 
@@ -65,15 +66,25 @@ class FromOutside:
         self._settings = Settings(())
         self._stepped: deque[weakref.ref[Any]] = deque(maxlen=_MOST_OPTIMIZERS)
         self._numbers: tuple[float, ...] = ()
-        self._latest: deque[tuple[str, list[Any]]] = deque(maxlen=_MOST_NAMED)
+        self._latest: deque[_Noted] = deque(maxlen=_MOST_NAMED)
+        self._write: _Noted | None = None
 
-    def note(self, name: str, operands: Iterable[Any], marks: Iterable[int] = ()) -> None:
+    def note(
+        self,
+        name: str,
+        operands: Iterable[Any],
+        marks: Iterable[int] = (),
+        *,
+        is_write: bool = False,
+    ) -> None:
         """Take note of an operation's operands; values of the loop are not among them.
 
         Args:
             name: The operation, as errors name it.
             operands: Numbers and tensors count; all else is left out.
             marks: What tells the values of the loop that it is given from others.
+            is_write: Whether it changes what one worker has: the next message names it, for the
+                others do not know of it where they differ.
         """
         found: list[Any] = []
         self.count += 1
@@ -81,23 +92,33 @@ class FromOutside:
             if type(operand) in _NUMBERS:
                 found.append(operand)
             elif isinstance(operand, torch.Tensor):
-                if operand.device.type == "cpu" and operand.layout is torch.strided:
+                if is_dense(operand):
                     self.checksum = zlib.crc32(sample_of(operand), self.checksum)
                     found.append(operand.shape)
             elif isinstance(operand, _NUMBERS):
                 found.append(operand)
         self.checksum = zlib.crc32(repr((name, found, [*marks])).encode(), self.checksum)
-        self._latest.append((name, found))
+        noted = name, found, _line_now()
+        self._latest.append(noted)
+        if is_write:
+            self._write = noted
 
     def note_emptied(self, mark: int) -> None:
         """Take note that the gradient of a parameter becomes None, or zeros."""
         self.checksum = (self.checksum * 31 + mark) & _SUM
         if not self._latest or self._latest[-1][0] != _EMPTIED:
-            self._latest.append((_EMPTIED, []))
+            self._latest.append((_EMPTIED, [], _line_now()))
 
-    def note_step(self, optimizer: torch.optim.Optimizer, values: Iterable[Any]) -> None:
+    def latest_write(self) -> str:
+        """The latest operation that changes what one worker has, and its line; told once."""
+        noted, self._write = self._write, None
+        return "" if noted is None else f", after {_described(noted)}"
+
+    def note_step(
+        self, optimizer: torch.optim.Optimizer, values: Iterable[Any], what: str = "step"
+    ) -> None:
         """Take note of an optimizer's step, and of the values that it steps by."""
-        self.note(f"{type(optimizer).__name__}.step", values)
+        self.note(f"{type(optimizer).__name__}.{what}", values)
         if not any(known() is optimizer for known in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
             self._settings = Settings([one for known in self._stepped if (one := known())])
@@ -121,13 +142,22 @@ class FromOutside:
         finally:
             self.count, self.checksum = count, checksum
 
-    def compare(self, told: TakenNumbers, rank: int, other: int, *, mine: TakenNumbers) -> None:
+    def compare(
+        self,
+        told: TakenNumbers,
+        rank: int,
+        other: int,
+        message: torch.Tensor,
+        *,
+        mine: TakenNumbers,
+    ) -> None:
         """Compare it with that of another worker.
 
         Args:
             told: That of the other one.
             rank: This worker.
             other: That worker.
+            message: That of the other one, which says what it does, and where.
             mine: That of this one, at the same place of the script.
 
         Raises:
@@ -135,25 +165,46 @@ class FromOutside:
         """
         if told.checksum == mine.checksum:
             self._latest.clear()
+            self._write = None
             return
         others = self._settings.differing(mine.settings, told.settings, (rank, other))
         where = f"{'; '.join(others[:_MOST_NAMED])}\n  " if others else ""
         raise LoaderMismatchError(
             f"workers {rank} and {other} ran the script's operations on different numbers or "
-            f"tensors: {where}on worker {rank} they were, latest last: {self.described()}\n"
+            f"tensors: {where}on worker {rank} they were, latest last: {self.described()}; "
+            f"worker {other} came to {_text_of(message.numpy().tobytes())}\n"
             f"  Fix: give every worker the same targets, weights and learning rates: seed all "
-            f"generators alike, and let none of them depend on the rank."
+            f"generators alike, and let none of them depend on the rank. What changes a "
+            f"parameter, a gradient, a hook or an optimizer is done by all workers."
         )
 
     def described(self) -> str:
         """The latest operations, as errors show them."""
-        texts = []
-        for name, operands in self._latest:
-            shown = (
-                f"tensor of {tuple(o)}" if isinstance(o, torch.Size) else str(o) for o in operands
-            )
-            texts.append(f"{name}({', '.join(shown)})")
-        return ", ".join(texts) or "none"
+        return ", ".join(map(_described, self._latest)) or "none"
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor can be looked at."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+_Noted = tuple[str, list[Any], tuple[CodeType, int] | None]  # with the user's line
+
+
+def _line_now() -> tuple[CodeType, int] | None:
+    """The user's innermost line of the stack that runs; quickly, as it is asked in every step."""
+    frame = users_frame(sys._getframe(2))
+    return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def _described(noted: _Noted) -> str:
+    name, operands, place = noted
+    shown = [
+        f"tensor of {tuple(o)}" if isinstance(o, torch.Size) else str(o)
+        for o in operands[:_MOST_OPERANDS]
+    ] + ["..."] * (len(operands) > _MOST_OPERANDS)
+    line = "" if place is None else _line(*place)
+    return f"{name}({', '.join(shown)}){line and f' at {line}'}"
 
 
 _EMPTIED = "zero_grad"
@@ -189,7 +240,8 @@ class Here:
 
         After them optimizers' settings, as numbers. It has ``MOST_TOLD_BYTES`` at most.
         """
-        text, taken = str(self).encode()[-_MOST_TEXT_BYTES:], self.taken.now()
+        text = f"{self}{self.taken.latest_write()}".encode()[-_MOST_TEXT_BYTES:]
+        taken = self.taken.now()
         head = taken.checksum | len(text) << 32 | len(taken.settings) << _TEXT_BITS
         numbers = array("d", taken.settings).tobytes()
         return torch.frombuffer(
@@ -216,7 +268,8 @@ class Here:
             raise FrameError(f"worker {source} sent {len(message)} bytes about a value")
         settings = tuple(array("d", message[text_end:end].numpy().tobytes()))
         mine = self.taken.now() if mine is None else mine
-        self.taken.compare(TakenNumbers(head & _SUM, settings), self.job.rank, source, mine=mine)
+        told = TakenNumbers(head & _SUM, settings)
+        self.taken.compare(told, self.job.rank, source, message, mine=mine)
         return message[end:]
 
     @contextmanager
@@ -261,9 +314,14 @@ def _place(error: OtherTopicError) -> str:
     """The place of a message's sender, if the message says it."""
     if error.topic >= WITHOUT_PLACE:
         return "an operation on a value, at another line"
-    size = int.from_bytes(error.octets[4:6], "little")
-    text = error.octets[_HEAD_BYTES:][: min(size, _MOST_TEXT_BYTES)].decode(errors="replace")
-    return "".join(char if char.isprintable() else "?" for char in text) or "another call"
+    return _text_of(error.octets) or "another call"
+
+
+def _text_of(octets: bytes) -> str:
+    """The text that a message has of its sender."""
+    size = int.from_bytes(octets[4:6], "little")
+    text = octets[_HEAD_BYTES:][: min(size, _MOST_TEXT_BYTES)].decode(errors="replace")
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 @functools.lru_cache(maxsize=1024)
