@@ -47,13 +47,13 @@ class CaptureError(GraphsplitError):
 
 
 class RaisedInEagerError(CaptureError):
-    """Code of the user's raised an error, before it changed anything, as in plain PyTorch.
+    """Code of the user's raised an error, as in plain PyTorch.
 
     Where all workers have it, the script gets that error in its place.
 
     Attributes:
         error: That error.
-        is_first: Whether nothing of the step has run in plain PyTorch, either.
+        is_first: Whether all that runs before it in plain PyTorch, if anything, has run here.
     """
 
     def __init__(self, text: str, error: Exception) -> None:

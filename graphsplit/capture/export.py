@@ -20,7 +20,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.failures import too_late
+from graphsplit.capture.graph import CapturedGraph, ErrorAtEnd, Mode
 from graphsplit.capture.lines import keeping_lines_of, keeping_lines_of_forward
 from graphsplit.capture.nodes import NodeBuilder, check_dense
 from graphsplit.capture.normalize.casts import keep_casts
@@ -46,7 +47,7 @@ from graphsplit.capture.record_program import Export, Recorded, record_program
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.old_values import keep_old_values
 from graphsplit.capture.structure import Structure, take_apart
-from graphsplit.errors import CaptureError
+from graphsplit.errors import CaptureError, RaisedInEagerError
 from graphsplit.guards.places import Place
 from graphsplit.torch_ext.attributes import named_tensors
 from graphsplit.torch_ext.data_attribute import DataIsDetached
@@ -157,12 +158,38 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     hands_out = request.mode.keeps_outputs_home
     watch = StateWatch(request.lift, request.answers, hands_out=hands_out)
     step = _Step(request, found.append, watch)
+    how, ending = _how_to_export(step, request, watch), None
     with _only_recording(request):
-        recorded = record_program(step, request.network, _how_to_export(step, request, watch))
+        try:
+            recorded = record_program(step, request.network, how)
+        except RaisedInEagerError as raised:
+            if raised.is_first and not request.answers:
+                raise
+            if request.answers is None:
+                raise too_late(str(raised)) from None
+            recorded = _up_to(raised, step, request.network, how)
+            ending = ErrorAtEnd(raised, recorded.state.changes, raised.error.__traceback__)
     if watch.asking.unanswered is not None:
         request, recorded = _ending_in_a_question(request, recorded)
     with marked_as_left(recorded.state.changes):
-        return _graph_of(request, recorded, step, *found[-1])
+        return replace(_graph_of(request, recorded, step, *found[-1]), ending=ending)
+
+
+def _up_to(raised: RaisedInEagerError, step: _Step, network: nn.Module, how: Export) -> Recorded:
+    """Record all that plain PyTorch runs before an error: it changes, writes to or draws something.
+
+    Raises:
+        CaptureError: It cannot be captured.
+    """
+    how.watch.ends_in = type(raised.error)
+    raised.is_first = True
+    try:
+        recorded = record_program(step, network, how)
+    except CaptureError:
+        raise too_late(str(raised)) from None
+    if recorded.state.handed:  # a loop of the script's own would not get it
+        raise too_late(str(raised))
+    return recorded
 
 
 def _ending_in_a_question(

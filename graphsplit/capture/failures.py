@@ -27,9 +27,8 @@ _LEAVES = (
     "a tensor leaves PyTorch (NumPy, a data pointer, or a tensor that is not part of the model)"
 )
 _TOO_LATE = (
-    "A script that catches it cannot go on: something was changed or drawn before it came (as by "
-    "batch norm or dropout), or it holds a tensor. To skip a batch, look at it where forward "
-    "begins, or before the step."
+    "A script that catches it cannot go on: it holds a tensor, or what was changed before it came "
+    "cannot be captured. To skip a batch, look at it where forward begins, or before the step."
 )
 _CAUSAL = "_detect_is_causal_mask"  # a function of torch
 _TOLD_CAUSAL = (
@@ -40,7 +39,8 @@ _PACKING = r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' fa
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
-        r"|passed to Sym(Float|Int)|DataDependentOutput|DynamicOutputShape|NestedTensor",
+        r"|passed to Sym(Float|Int)|DataDependentOutput|DynamicOutputShape|NestedTensor"
+        r"|sympy expression is NaN",  # a value and an infinite number
         _VALUES,
         "replace the Python branch by torch.where, or compute the condition from shapes or "
         f"arguments, or {_OPAQUE}",
@@ -90,9 +90,11 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
         fix = "look at the shapes and dtypes of the batch, and at how many values it has"
         fix = "mend the line named above" if is_users else fix
         told = f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}."
-        if own.is_first:
-            return RaisedInEagerError(told, own.error)
-        return CaptureError(f"{told}\n  {_TOO_LATE}")
+        if own.holds_tensor:
+            return too_late(told)
+        raised = RaisedInEagerError(told, own.error)
+        raised.is_first = own.is_first
+        return raised
     if is_users:
         reason, fix = "its own code raised an error", "mend the line named above"
     # Torch's words for a length that it does not know would lead astray.
@@ -104,6 +106,15 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
         f"{type(network).__name__} cannot be captured as one graph: {reason}\n"
         f"  {line}\n{was}  Fix: {fix}."
     )
+
+
+def too_late(told: str) -> CaptureError:
+    """An error that the script cannot go on after.
+
+    Args:
+        told: The error, and that it comes in plain PyTorch too.
+    """
+    return CaptureError(f"{told}\n  {_TOO_LATE}")
 
 
 def failing_module(error: BaseException) -> nn.Module | None:

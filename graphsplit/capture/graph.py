@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from graphsplit.capture.python.guards import NO_STATE, PythonState
 from graphsplit.capture.state.old_values import MODIFIED
 from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.structure import Structure
+from graphsplit.errors import RaisedInEagerError
 from graphsplit.guards.changes import Change
 from graphsplit.marks.annotations import Annotation
 from graphsplit.tensor_meta import TensorMeta, octets_of
@@ -167,6 +169,21 @@ class BufferUpdate:
 
 
 @dataclass(frozen=True)
+class ErrorAtEnd:
+    """The error that code of the user's ends in.
+
+    Attributes:
+        error: The error.
+        changes: What the code leaves in the Python values around it, before it raises that.
+        trace: Where it was raised.
+    """
+
+    error: RaisedInEagerError
+    changes: tuple[Change, ...]
+    trace: TracebackType | None
+
+
+@dataclass(frozen=True)
 class CapturedGraph:
     """A whole computation: forward and, in train mode, the loss.
 
@@ -186,6 +203,7 @@ class CapturedGraph:
         buffers: Attributes whose tensors forward changes, and that are buffers since the capture.
         buffer_updates: Updates of buffers that were taken out of it, where there are replicas.
         num_answered: Where it ends in a question, how many were answered before; else None.
+        ending: Where it ends in an error, which stands in for a question; else None.
     """
 
     mode: Mode
@@ -202,6 +220,7 @@ class CapturedGraph:
     buffers: tuple[Key, ...] = ()
     buffer_updates: tuple[BufferUpdate, ...] = ()
     num_answered: int | None = None
+    ending: ErrorAtEnd | None = None
 
     @property
     def asks(self) -> bool:

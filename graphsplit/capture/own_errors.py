@@ -37,7 +37,8 @@ class OwnError:
             ``loss_fn``; empty: none.
         given: The tensors that this module was called with, as ``float32[8, 7]``.
         error: It itself.
-        is_first: Whether nothing was drawn or written to before.
+        is_first: Whether nothing was drawn, written to or changed before.
+        holds_tensor: Whether a tensor is in it.
     """
 
     text: str
@@ -45,6 +46,7 @@ class OwnError:
     given: tuple[str, ...]
     error: Exception
     is_first: bool
+    holds_tensor: bool
 
     def __str__(self) -> str:
         """The error, and where it is raised."""
@@ -82,8 +84,8 @@ def own_error(
             text = f"{type(eager).__name__}: {_first_line(eager)}"
             _forget_context(eager, error, other)
             shown = f"{eager!r} {eager} {vars(eager)}"  # it may hold a value, which is none here
-            is_first = is_kept() and not effects.has_any and FakeTensor.__name__ not in shown
-            return OwnError(text, *where, eager, is_first=is_first)
+            is_first, holds = is_kept() and not effects.has_any, FakeTensor.__name__ in shown
+            return OwnError(text, *where, eager, is_first=is_first, holds_tensor=holds)
     return None
 
 

@@ -43,10 +43,13 @@ class NetworkCalls(ClusterEngine):
         self._job.member.position.calls.pass_milestone()  # all are in the same one, or never meet
         self.planner.writes.pass_over_own()  # an operation is compared where it runs
         try:
-            planned = self._leading.given(mode, division, self._step)
+            return self._call(mode, division)
         except RaisedInEagerError as error:
             self._let_go_on(error, mode)
             raise
+
+    def _call(self, mode: Mode, division: Division) -> Call:
+        planned = self._leading.given(mode, division, self._step)
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         (phase,) = planned.phases(division)
@@ -55,6 +58,8 @@ class NetworkCalls(ClusterEngine):
             known = answered(phase, division, step, self.planner, self._job, self.progress)
         with DisableTorchFunctionSubclass(), known as phase:
             plan = phase.planned
+            if plan.asks:
+                self._end_in_error(phase, step)
             state = plan.runner.run_forward(step, phase.inputs, plan.numbers)
             if plan.written_inputs:
                 share_written(self._job.control, plan, phase.inputs[0], self._job.ranks)

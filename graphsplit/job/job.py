@@ -240,8 +240,9 @@ class Job:
         """Raise the error that plain PyTorch raises: the script may decide by what it is."""
         self.raised = error = found.error
         context = error.__context__
-        if sys.version_info >= (3, 11):
-            error.add_note(str(found).partition("\n")[2])
+        note = str(found).partition("\n")[2]
+        if sys.version_info >= (3, 11) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         try:
             raise error
         finally:

@@ -174,7 +174,7 @@ def make_plan(
         together = num_together(replicas.values())
     elif replicas:
         graph = take_updates_apart(graph)
-        if not graph.asks:  # else one microbatch alone runs, and leaves nothing
+        if graph.ending or not graph.asks:  # else one microbatch alone runs, and leaves nothing
             refuse_unreplicable(graph, replicas, task.divider.num_microbatches, part.start)
     check_graph(graph)
     num_parts = together if is_evaluated else part.num_parts or part.num_microbatches

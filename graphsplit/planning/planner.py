@@ -312,8 +312,8 @@ class Planner:
                 self._free_others()
         if changes := recording.graph.state.changes:
             leave_all(changes, found.lifted)
-        is_own = found.numbers or asks
-        return replace(planned, numbers=found.numbers, part=part, asks=asks) if is_own else planned
+        own: dict[str, Any] = {"part": part, "asks": asks, "ending": recording.graph.ending}
+        return replace(planned, numbers=found.numbers, **own) if found.numbers or asks else planned
 
     def known_plan(self, found: Match) -> ReadyPlan | None:
         """The plan for a recorded step as a whole, if there is one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.capture.graph import ErrorAtEnd, Mode, NodeKind
 from graphsplit.capture.operations.memory_calls import GiveBackVersion
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.partition.plan import PartitionPlan
@@ -33,6 +33,7 @@ class ReadyPlan:
         part: Which part of a step it runs.
         mode: What it was recorded for: train, eval or predict.
         asks: Whether it gives a value that the step depends on, and is no step itself.
+        ending: The error that comes after what it runs; None: none does.
     """
 
     plan: PartitionPlan
@@ -47,6 +48,7 @@ class ReadyPlan:
     part: StepPart = WHOLE_STEP
     mode: Mode = Mode.TRAIN
     asks: bool = False
+    ending: ErrorAtEnd | None = None
 
     @property
     def home_of_answer(self) -> int:

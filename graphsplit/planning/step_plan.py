@@ -27,6 +27,7 @@ import torch
 
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.batches.signature import Signature, leaves
+from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
 from graphsplit.partition.plan import Exchange
@@ -359,7 +360,10 @@ def _refuse_asking(graph: CapturedGraph) -> NoReturn:
 
     Raises:
         PlacementError: Names the line that asks, if that is known.
+        CaptureError: It ends in an error.
     """
+    if graph.ending is not None:
+        raise too_late(str(graph.ending.error))
     node = graph.outputs[0].node
     line = f"  {graph.nodes[node].source}\n" if graph.asks and node is not None else ""
     raise PlacementError(

@@ -35,7 +35,7 @@ def answered(
 ) -> Iterator[StepPhase]:
     """The phase with the whole plan of its microbatch, for what its code asks of tensors.
 
-    Collective. Inside, the answers are known.
+    Collective. Inside, the answers are known; or it is the plan of what runs before an error.
 
     Args:
         phase: A phase of a step, whose plan asks.
@@ -56,7 +56,7 @@ def answered(
             if phase.weights and found.recording.graph.has_replicas:  # behind the question
                 part = part._replace(start=phase.start, num_parts=len(division.microbatches))
             phase = phase._replace(planned=planner.plan_for(found, part))
-            if not phase.planned.asks:
+            if not phase.planned.asks or phase.planned.ending is not None:
                 break
             if phase.weights:
                 torch.default_generator.set_state(progress.rng_state(phase.start))

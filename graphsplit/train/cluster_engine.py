@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -32,6 +32,7 @@ from graphsplit.feeding.left_by_steps import (
     share_written,
 )
 from graphsplit.feeding.sent_batches import targets_home
+from graphsplit.guards.changes import leave_all
 from graphsplit.job.job import Job
 from graphsplit.planning.compared.announced import topic_of_graph
 from graphsplit.planning.modes import as_in, evaluating
@@ -122,7 +123,11 @@ class ClusterEngine(ClusterState):
         """Train on one batch that all workers hold."""
         planned = self._given(division)
         self.progress.adds_up = False
-        return self._train(planned, division, self._job.ranks)
+        try:
+            return self._train(planned, division, self._job.ranks)
+        except RaisedInEagerError as error:
+            self._let_go_on(error, Mode.TRAIN)
+            raise
 
     def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
         """Add the gradients of a batch that all workers hold."""
@@ -131,6 +136,9 @@ class ClusterEngine(ClusterState):
         updater.loss_scale = scale
         try:
             loss = self._train(planned, division, self._job.ranks)
+        except RaisedInEagerError as error:
+            self._let_go_on(error, Mode.TRAIN)
+            raise
         finally:
             updater.loss_scale = 1.0
         self.progress.adds_up = True
@@ -162,6 +170,27 @@ class ClusterEngine(ClusterState):
             self._job.member.agree(topic_of_graph(self._job.num_plans, mode), f"raises {text}")
             self._job.next_plan_number()  # no topic comes twice
             error.is_settled = True
+
+    def _end_in_error(self, phase: StepPhase, step: int) -> NoReturn:
+        """Run what comes before an error, which no gradients follow, and raise that."""
+        plan, control = phase.planned, self._job.control
+        ending = plan.ending
+        assert ending is not None
+        if phase.weights:
+            torch.default_generator.set_state(self.progress.rng_state(phase.start))
+        if plan.mode is Mode.TRAIN and not phase.start and not self.progress.keeps_gradients:
+            self.zero_gradients()
+        before = note_left(plan, self._job.rank) if plan.left_by_calls else []
+        plan.runner.run_forward(step, phase.inputs, plan.numbers)
+        if plan.left_by_calls:
+            share_left(control, plan, before)
+        if plan.written_inputs:
+            share_written(control, plan, phase.inputs[0], self._job.ranks)
+        self._note_run(plan)
+        leave_all(ending.changes, ())
+        self.planner.writes.after_step()
+        ending.error.error.__traceback__ = ending.trace
+        raise ending.error.with_traceback(None)
 
     def zero_gradients(self) -> None:
         """Reset the gradients that are here."""
@@ -257,10 +286,10 @@ class ClusterEngine(ClusterState):
         with evaluating(self._task.network):
             try:
                 planned = self._leading.given(Mode.PREDICT, division, self._step)
+                (outputs,) = self._predict(planned, division, self._job.ranks, None)
             except RaisedInEagerError as error:
                 self._let_go_on(error, Mode.PREDICT)
                 raise
-            (outputs,) = self._predict(planned, division, self._job.ranks, None)
         return outputs
 
     def predict_loader(self, loader: Iterable[Any]) -> list[Any]:
@@ -319,6 +348,8 @@ class ClusterEngine(ClusterState):
             if phase.planned.asks:
                 known = answered(phase, division, step, self.planner, self._job, self.progress)
             with known as phase:
+                if phase.planned.asks:
+                    self._end_in_error(phase, step)
                 plan, profiler = phase.planned, self.profiler
                 is_trained = plan.plan.placed.graph.mode is Mode.TRAIN
                 is_watched = plan.wants_costs or (profiler.is_on and is_trained)

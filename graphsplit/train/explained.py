@@ -196,6 +196,8 @@ class Explainer:
         signature = Signature.of(division.microbatches[0])
         with as_in(mode, task.network):
             graph = capture_graph(task, mode, signature, answers=Answers())
+        if graph.ending is not None:
+            raise graph.ending.error
         if graph.asks:
             (question,) = graph.outputs
             assert question.node is not None

@@ -27,6 +27,7 @@ class Remembering:
         self.last: deque[float] = deque(maxlen=2)
         self.table: dict[str, Any] = {"all": [], "nested": {"calls": 0}}
         self.best, self.recent = float("inf"), [0.0]
+        self.limit = float("inf")
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.mse_loss(output, target)
@@ -38,6 +39,9 @@ class Remembering:
         self.table["all"].append(value)
         self.table["nested"]["calls"] += 1
         self.recent = [*self.recent[-2:], value]
+        if value > self.limit:
+            self.table["nested"]["worse"] = value
+        self.limit = min(self.limit, value)
         if value < self.best:
             self.best = value
         return loss

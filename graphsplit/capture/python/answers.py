@@ -97,6 +97,7 @@ class Asking(TorchCalls):
         answers: The answers.
         note: ``note(place, is_read)``: called before an answer is read.
         is_paused: Whether what runs now is no part of the graph.
+        ends_in: The class of the error that the code is known to end in.
 
     Attributes:
         unanswered: What is asked for, once there is no answer.
@@ -107,20 +108,27 @@ class Asking(TorchCalls):
         answers: Answers,
         note: Callable[[Place, bool], None],
         is_paused: Callable[[], bool],
+        ends_in: type[Exception] | None = None,
     ) -> None:
         super().__init__()
         self._answers, self._note, self._is_paused = answers, note, is_paused
+        self._ends_in = ends_in
         self._num_asked, self._is_off = 0, True
         self.unanswered: torch.Tensor | None = None
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run the code; what it returns, or the value that it asks for first."""
+        """Run the code; what it returns, or the value that it asks for first.
+
+        Where the code ends in the error that is known, that stands in for a question.
+        """
         stack = get_proxy_mode().tracer.module_stack  # type: ignore[union-attr]
         before = dict(stack)
         self._is_off = False
         try:
             found = function()
         except BaseException as error:  # of code that caught the question, too
+            if self.unanswered is None and type(error) is self._ends_in:
+                self.unanswered = torch.zeros(())
             if self.unanswered is None or isinstance(error, KeyboardInterrupt):
                 raise
             stack.clear()

@@ -96,6 +96,7 @@ class StateWatch:
         asking: Answers the code that is recorded.
         asked: The buffers that steer Python code and of which something was asked.
         replaced: Attributes of modules with a tensor in whose place another one is left.
+        ends_in: The class of the error that the code is known to end in; None: it goes to its end.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class StateWatch:
     ) -> None:
         self._lift = tuple(lift)
         self._hands_out = hands_out
+        self.ends_in: type[Exception] | None = None
         self.may_ask = answers is not None
         self.answers = Answers() if answers is None else answers
         self._follows_all = False
@@ -184,7 +186,7 @@ class StateWatch:
             for path, module in root.named_modules()
             for (_, name), tensor in tensors_of([module]).items()
         )
-        self.asking = Asking(self.answers, self._recorder.note_tensors, is_paused)
+        self.asking = Asking(self.answers, self._recorder.note_tensors, is_paused, self.ends_in)
 
     @contextmanager
     def watching(self, assigned: AssignedBuffers | None = None) -> Iterator[None]:
@@ -197,7 +199,7 @@ class StateWatch:
         assert recorder is not None
         marks = TrainedMarks(self._root, label_of_path, self._is_paused)
         modules, keys = {id(m): m for m in self._root.modules()}, self._followed()
-        apart = numbers_apart(modules, self._tensors, keys)
+        apart, has_ended = numbers_apart(modules, self._tensors, keys), False
         with apart, lifted_in_place(self._lift) as lifted, computed_with(lifted):
             try:
                 identities.stand_for(tensors_of(self._root.modules()), self._tensors)
@@ -227,9 +229,8 @@ class StateWatch:
                 iterators.check()
                 if assigned is not None:
                     self._kept.settle(recorder.noted, assigned, hands_out=self._hands_out)
-            except (
-                OwnershipError
-            ):  # it may be that of something that is kept, in a place not known to
+                has_ended = True
+            except OwnershipError:  # it may be of something that is kept, in an unknown place
                 unknown = self._kept.unknown(recorder.noted) if assigned is not None else []
                 if unknown:
                     put_all_back(recorder.noted.values())
@@ -242,6 +243,9 @@ class StateWatch:
                     left = changes_of(recorder.noted, computed)
                     reforms = self._kept.changes(label_of_path)
                     self._changes = (*left, *marks.changes(), *reforms)
+                except CaptureError:
+                    if has_ended:  # else the code has raised an error itself
+                        raise
                 finally:
                     self._kept.put_back()
         self._lifted = lifted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.state.kept_names import told
@@ -33,7 +34,10 @@ def refuse_unreplicable(
 
     Raises:
         PlacementError: It cannot; names each reason, and the lines that place replicas.
+        CaptureError: It ends in an error, and others would not have what one of them writes to.
     """
+    if graph.ending is not None:
+        raise too_late(str(graph.ending.error))
     if graph.mode is not Mode.TRAIN:
         raise PlacementError(
             f"replicas share the microbatches of a Model's training step; a network under the "
