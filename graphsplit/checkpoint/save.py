@@ -13,6 +13,8 @@ stay in step, so a script may catch the error and train on.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -160,6 +162,7 @@ def _commit(
             (folder / record["name"]).unlink()
     raise CheckpointError(
         f"nothing was saved to {folder}; what was there before is still there\n  {outcome}"
+        + _way_out(outcome)
     )
 
 
@@ -280,6 +283,12 @@ def _write_streamed(
         if writer is not None and problems:
             writer.abandon()
     return None
+
+
+def _way_out(told: str) -> str:
+    """The way out where a disk was full."""
+    is_full = os.strerror(errno.ENOSPC) in told
+    return "\n  Fix: free space there, or save to a folder that has it." if is_full else ""
 
 
 @contextlib.contextmanager

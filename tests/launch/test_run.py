@@ -243,6 +243,32 @@ def test_logs_hold_each_process_apart(launch: Launch, tmp_path: Path) -> None:
     assert prey.read_text() == "mine"
 
 
+def test_a_log_that_cannot_be_written_ends_and_the_job_goes_on(tmp_path: Path) -> None:
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(TAKES_PART + "print('x' * 5000)\nprint('the end')")
+    run = f"{sys.executable} -m graphsplit.cli run -n 1 --log-dir {logs} {script}"
+    limited = ["bash", "-c", f"ulimit -f 1; exec {run}"]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done
+    assert "[worker 0] the end" in done.stdout
+    assert f"cannot write {logs}/worker_0.log: File too large; the job goes on" in done.stderr
+    assert done.stderr.count("worker_0.log") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+def test_output_that_cannot_be_written_ends_the_job_with_the_way_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TAKES_PART + "print('x')\n" + WAIT)
+    command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", "1", str(script)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1, done
+    assert "what the job prints cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_missing_script_is_named(launch: Launch) -> None:
     launcher = launch("", options=("-n", "1", "absent.py"))
     _, err = launcher.communicate()

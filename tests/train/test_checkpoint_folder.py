@@ -191,7 +191,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old_save(
     save(old, tmp_path)
     disk = SmallDisk(room)
     monkeypatch.setattr(files, "open_instead", disk.open)
-    with pytest.raises(CheckpointError, match=r"(?s)nothing was saved to .*No space left"):
+    with pytest.raises(CheckpointError, match=r"(?s)nothing was saved .*No space left.*Fix: free"):
         save(trained(3), tmp_path)
     monkeypatch.undo()
     assert len(os.listdir(tmp_path)) == 3

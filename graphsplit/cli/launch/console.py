@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
+
+import click
 
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.lines import LinePart
@@ -136,8 +139,16 @@ class Console:
         has_status = bool(self._status) and sink.is_terminal
         if has_status:
             self._erase_status()
-        sink.stream.write(line + b"\n")
-        sink.stream.flush()
+        try:
+            sink.stream.write(line + b"\n")
+            sink.stream.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise click.ClickException(
+                f"what the job prints cannot be written: {error.strerror}\n"
+                f"  Fix: free space where the output goes, or send it elsewhere."
+            ) from error
         if has_status:
             self._draw_status()
 

@@ -315,13 +315,28 @@ class _Job:
         chunk = os.read(output.pipe.fileno(), READ_BYTES)
         pieces = output.cutter.feed(chunk) if chunk else output.cutter.finish()
         if output.log is not None:
-            output.log.write(chunk)
+            self._keep(output, output.log, chunk)
         for piece in pieces:
             self._console.show(output.name, output.channel, piece)
         if not chunk:
             self._selector.unregister(output.pipe)
             output.pipe.close()  # a job may outlive many processes
             self._num_open -= 1
+
+    def _keep(self, output: _Output, log: BinaryIO, chunk: bytes) -> None:
+        """Write to a log. A disk that is full ends the log, not the job."""
+        try:
+            while chunk:
+                chunk = chunk[log.write(chunk) :]
+        except OSError as error:
+            output.log = None
+            self._logs.pop(output.name, None)
+            stem = next(spec.file_stem for spec in self._specs if spec.name == output.name)
+            self._console.say(
+                f"graphsplit: cannot write {self._log_dir}/{stem}.log: {error.strerror}; the job "
+                f"goes on, and this log ends here\n"
+                f"  Fix: free space there, or give --log-dir another folder."
+            )
 
     def _close_pipes(self) -> None:
         """Close pipes that something holds open that outlived its process."""

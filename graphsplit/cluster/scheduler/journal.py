@@ -28,6 +28,7 @@ _FIX = (
     "  Fix: if the job is to go on, put back an intact copy of the file; if not, remove it, and "
     "the next scheduler forms a new job"
 )
+_FIX_OF_WRITING = "  Fix: make room there, or set MS_RECOVERY_PATH to a folder that can be written."
 
 
 def content_of(payload: bytes) -> bytes:
@@ -92,7 +93,7 @@ class Journal:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, content_of(image.to_text().encode()))
         except OSError as error:
-            raise self._error(f"cannot be written: {error.strerror}") from None
+            raise self._error(f"cannot be written: {error.strerror}", _FIX_OF_WRITING) from None
 
     def _check_shape(self, image: JobImage, rules: JobRules) -> None:
         for name, written, now in (
@@ -105,5 +106,5 @@ class Journal:
                     f"started with {now}"
                 )
 
-    def _error(self, what: str) -> JournalError:
-        return JournalError(f"the journal {self._path} (MS_RECOVERY_PATH) {what}\n{_FIX}")
+    def _error(self, what: str, fix: str = _FIX) -> JournalError:
+        return JournalError(f"the journal {self._path} (MS_RECOVERY_PATH) {what}\n{fix}")

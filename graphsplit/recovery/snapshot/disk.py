@@ -199,7 +199,10 @@ class DiskWriter:
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) else error
             where = self._folder.root
-            raise CheckpointError(f"no snapshot can be kept in {where}: {reason}") from error
+            raise CheckpointError(
+                f"no snapshot can be kept in {where}: {reason}\n"
+                f"  Fix: make room there, or set MS_RECOVERY_PATH to another folder."
+            ) from error
         if what == WRITTEN:
             self.writing = tuple(n for n in self.writing if n != number)
         return (what, number, text or "") if what else self.take_done()
