@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.checkpoint.states import Loaded, PathLike, States
-from graphsplit.errors import CheckpointError, GraphsplitError, StateError
+from graphsplit.errors import CheckpointError, ConfigurationError, GraphsplitError, StateError
 from graphsplit.planning.task import Task
 from graphsplit.train.engine import Engine
 
@@ -55,6 +56,7 @@ class StoredState:
                 self._engine.check_alike()
                 return gather()
         with self._in_step():
+            check_path("to", to)
             self._engine.check_alike()
             save(to)
         return None
@@ -66,6 +68,7 @@ class StoredState:
                 self._engine.check_alike(os.fspath(state), loads=True)
                 self._states.load_weights(state)
             else:
+                _check_mapping("load_state_dict: state", state)
                 self._engine.load_state_dict(state)
 
     def optimizer_state_dict(self, to: PathLike | None) -> Any:
@@ -81,6 +84,9 @@ class StoredState:
                 self._engine.check_alike(os.fspath(state), loads=True)
                 self._states.load_optimizers(state)
             return
+        if not isinstance(state, Mapping | list | tuple):
+            with self._in_step():
+                _check_mapping("load_optimizer_state_dict: state", state)
         states = [state] if self._has_one_optimizer else list(state)
         if len(states) != len(self._task.optimizers):
             raise StateError(
@@ -98,11 +104,20 @@ class StoredState:
     def save(self, path: PathLike, gather: bool, extra: Mapping[str, Any]) -> None:
         """Save the whole training state into a folder."""
         with self._in_step():
+            check_path("save: path", path)
+            _check_mapping("save: extra", extra)
             self._engine.check_alike(None if gather else os.fspath(path))
             self._states.save(path, gather=gather, extra=extra)
 
     def load(self, path: PathLike, extra: Mapping[str, Any]) -> Loaded:
         """Load a whole training state from a folder."""
         with self._in_step():
+            check_path("load: path", path)
+            _check_mapping("load: extra", extra)
             self._engine.check_alike(os.fspath(path), loads=True)
             return self._states.load(path, extra=extra)
+
+
+def _check_mapping(what: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{what} is {value!r}; expected a dictionary")

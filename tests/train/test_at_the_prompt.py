@@ -375,3 +375,27 @@ def test_a_network_that_is_placed_on_one_worker_is_as_it_was_meant(
         gs.Model(net).predict(torch.ones(1, 2))
 
     assert warned_by(caplog, script) == []
+
+
+WRONG_KINDS: dict[str, Callable[[gs.Model], object]] = {
+    "save: path is 5": lambda model: model.save(5),  # type: ignore[arg-type]
+    "save: extra is 5": lambda model: model.save("never", extra=5),  # type: ignore[arg-type]
+    "load: path is None": lambda model: model.load(None),  # type: ignore[arg-type]
+    "to is 5": lambda model: model.state_dict(to=5),  # type: ignore[call-overload]
+    "load_state_dict: state is 5": lambda model: model.load_state_dict(5),  # type: ignore[arg-type]
+    "load_optimizer_state_dict: state is 5": lambda model: model.load_optimizer_state_dict(5),
+    "folder is 5": lambda _: gs.latest_checkpoint(5),  # type: ignore[arg-type]
+    "path is 6": lambda _: gs.callbacks.Checkpoint(6),  # type: ignore[arg-type]
+    "path is 7": lambda _: gs.callbacks.KeepBest(7, "loss"),  # type: ignore[arg-type]
+    "every='x'": lambda _: gs.callbacks.LossMonitor("x"),  # type: ignore[arg-type]
+    "every=-1": lambda _: gs.callbacks.LossMonitor(-1),
+    "min_delta='x'": lambda _: gs.callbacks.EarlyStopping("a", min_delta="x"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("told", WRONG_KINDS)
+def test_an_argument_of_a_wrong_kind_is_named(told: str) -> None:
+    net = plain_net(place=False)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    with pytest.raises(ConfigurationError, match=rf"{re.escape(told)}; expected "):
+        WRONG_KINDS[told](model)

@@ -7,6 +7,7 @@ import os
 import re
 import string
 from pathlib import Path
+from typing import Any
 
 from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.checkpoint.disk.manifest import MANIFEST, is_file_of_a_save
@@ -18,6 +19,16 @@ from graphsplit.job.script import ModelCall
 
 FIELDS = ("epoch", "step", "num_steps")
 _PLAIN_NAME = re.compile(r"[\w=+,@ -][\w.=+,@ -]*")
+
+
+def check_path(what: str, path: Any) -> None:
+    """Refuse what is no path.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigurationError(f"{what} is {path!r}; expected a path, as 'runs/first'")
 
 
 class Series:
@@ -33,6 +44,7 @@ class Series:
     """
 
     def __init__(self, template: str | os.PathLike[str], keep: int | None) -> None:
+        check_path("path", template)
         path = Path(template)
         self._parent, self._name, self._keep = path.parent, path.name, keep
         problems = []
@@ -95,6 +107,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     Collective. Workers that do not share a disk are told its name.
     """
+    check_path("latest_checkpoint: folder", folder)
     job = joined.current()
     if job is None:
         return latest_of(Path(folder), WorkerGroup())

@@ -22,9 +22,14 @@ class LossMonitor(Callback):
 
     Args:
         every: Print every so many steps; 0 prints at the end of an epoch only.
+
+    Raises:
+        ConfigurationError: ``every`` is no such number.
     """
 
     def __init__(self, every: int = 0) -> None:
+        if type(every) is not int or every < 0:
+            raise ConfigurationError(f"every={every!r}; expected an int of 0 or more")
         self._every = every
         self._sum: torch.Tensor | float = 0.0
         self._num_losses = 0

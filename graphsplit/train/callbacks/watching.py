@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.errors import ConfigurationError
 from graphsplit.text import meant
 from graphsplit.train.callbacks.base import Callback, RunContext
@@ -25,6 +26,8 @@ class _Best(Callback):
             )
         if mode not in ("min", "max"):
             raise ConfigurationError(f"mode={mode!r}; expected 'min' or 'max'")
+        if not isinstance(least_gain, int | float):
+            raise ConfigurationError(f"min_delta={least_gain!r}; expected a number")
         self._metric, self._sign = metric, 1.0 if mode == "max" else -1.0
         self._least_gain = least_gain
         self.best: float | None = None
@@ -151,6 +154,7 @@ class KeepBest(_Best):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__(metric, mode, 0.0)
+        check_path("path", path)
         self._path = path
 
     def on_epoch_end(self, context: RunContext) -> None:
