@@ -70,6 +70,9 @@ class InLoop:
         with torch.inference_mode(False):  # where writes are counted
             self.shape = empty_as(parameter, strides)
 
+    def __str__(self) -> str:
+        return " ".join(map(str, self.number))
+
     def note_emptied(self) -> None:
         """Its gradient becomes None, or zeros, for the first time since a backward added to it."""
         taken = self.loop.taken
@@ -81,7 +84,7 @@ class InLoop:
         """It is given a gradient, data or a hook: each worker would do so to what is there."""
         plain = [value] if type(value) in (torch.Tensor, nn.Parameter) else []
         marks = [value.mark] if isinstance(value, LoopValue) else []
-        what, taken = f"{name} of {' '.join(map(str, self.number))}", self.loop.taken
+        what, taken = f"{name} of {self}", self.loop.taken
         is_emptied = self._emptied_at == taken.count
         taken.note(what, plain, [self.mark, *marks], is_write=True)
         if is_emptied and name == "data":  # net.to(device) looks twice at the gradient, where it is

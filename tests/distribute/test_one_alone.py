@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,23 @@ def forgotten(net: nn.Module, optimizer: Any, p: nn.Parameter) -> None:
 
 def rate(net: nn.Module, optimizer: Any, p: nn.Parameter) -> None:
     optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def moment(net: nn.Module, optimizer: Any, p: nn.Parameter) -> None:
+    optimizer.state[p]["exp_avg"].zero_()
+
+
+def moment_set(net: nn.Module, optimizer: Any, p: nn.Parameter) -> None:
+    if (entry := optimizer.state.get(p)) is not None:
+        entry["exp_avg"] = torch.zeros(p.shape)
+
+
+def entry_deleted(net: nn.Module, optimizer: Any, p: nn.Parameter) -> None:
+    del optimizer.state[p]
+
+
+def entry_set(net: nn.Module, optimizer: Any, p: nn.Parameter) -> None:
+    optimizer.state[p] = {}
 
 
 ACTS: dict[Act, str] = {
@@ -138,6 +156,38 @@ def test_what_one_worker_alone_does_ends_the_job_with_what_and_where(
         told = alone(act, index, who, when)
         assert ACTS[act] in told and f"worker {who}" in told and "Fix: " in told
         assert "test_one_alone.py:" in told
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("index", [0, 2], ids=["of worker 0", "of worker 1"])
+@pytest.mark.parametrize("act", [moment, moment_set, entry_deleted, entry_set])
+def test_what_one_alone_writes_into_the_state_of_an_optimizer_ends_the_job(
+    act: Act, index: int, who: int
+) -> None:
+    for when in ("backward 1", "last"):
+        told = alone(act, index, who, when)
+        assert "optimizer.state" in told and "Fix: " in told
+        if index == 2 * who:  # it lives there
+            assert re.search(r"of parameter \d of network 1\(\) at .*test_one_alone\.py:", told), (
+                told
+            )
+
+
+def test_one_alone_may_look_into_the_state_of_an_optimizer() -> None:
+    def looking(distribute: Distribute, ranks: list[int], rank: int = 0) -> Iterator[Any]:
+        net: Any = small(ranks)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        net = distribute(net)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(6, 8)).sum().backward()
+            optimizer.step()
+            if gs.get_rank() == 0 and net.first.weight in optimizer.state:
+                float(optimizer.state[net.first.weight]["exp_avg"].norm())
+        yield dict(net.state_dict())
+        yield copy.deepcopy(optimizer.state_dict())
+
+    assert_same_bits(looking, 2)
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -76,6 +76,7 @@ class FromOutside:
         marks: Iterable[int] = (),
         *,
         is_write: bool = False,
+        line: Line | None = None,
     ) -> None:
         """Take note of an operation's operands; values of the loop are not among them.
 
@@ -85,6 +86,7 @@ class FromOutside:
             marks: What tells the values of the loop that it is given from others.
             is_write: Whether it changes what one worker has: the next message names it, for the
                 others do not know of it where they differ.
+            line: The user's line, where it is not the present one.
         """
         found: list[Any] = []
         self.count += 1
@@ -98,7 +100,7 @@ class FromOutside:
             elif isinstance(operand, _NUMBERS):
                 found.append(operand)
         self.checksum = zlib.crc32(repr((name, found, [*marks])).encode(), self.checksum)
-        noted = name, found, _line_now()
+        noted = name, found, line or line_now()
         self._latest.append(noted)
         if is_write:
             self._write = noted
@@ -107,7 +109,7 @@ class FromOutside:
         """Take note that the gradient of a parameter becomes None, or zeros."""
         self.checksum = (self.checksum * 31 + mark) & _SUM
         if not self._latest or self._latest[-1][0] != _EMPTIED:
-            self._latest.append((_EMPTIED, [], _line_now()))
+            self._latest.append((_EMPTIED, [], line_now()))
 
     def latest_write(self) -> str:
         """The latest operation that changes what one worker has, and its line; told once."""
@@ -188,10 +190,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
-_Noted = tuple[str, list[Any], tuple[CodeType, int] | None]  # with the user's line
+Line = tuple[CodeType, int]
+_Noted = tuple[str, list[Any], Line | None]  # with the user's line
 
 
-def _line_now() -> tuple[CodeType, int] | None:
+def line_now() -> Line | None:
     """The user's innermost line of the stack that runs; quickly, as it is asked in every step."""
     frame = users_frame(sys._getframe(2))
     return None if frame is None else (frame.f_code, frame.f_lineno)
