@@ -8,6 +8,7 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     inf, -inf, nan     {"$float": "inf"}
     other keys         {"$map": [[key, value], ...]}
     Counter            {"$counter": [[key, count], ...]}
+    OrderedDict        {"$ordered": [[key, value], ...]}
     set, frozenset     {"$set": [...]}
     deque              {"$deque": [[...], maxlen]}
     bytes, bytearray   {"$bytes": "00ff"}
@@ -29,7 +30,7 @@ import array
 import json
 import marshal
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from enum import Enum, Flag
@@ -43,7 +44,11 @@ from graphsplit.errors import CheckpointError, StateError
 from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides, is_dense
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
-_PAIRS = ("$map", "$counter")
+_PAIRS: dict[str, type[dict[Any, Any]]] = {
+    "$counter": Counter,
+    "$ordered": OrderedDict,
+    "$map": dict,
+}
 _WITHOUT_REFERENCES = 2  # later versions write equal values differently
 _NUMBERS = "biufcmM"  # kinds of NumPy's dtypes whose bytes are all that there is
 # Classes that are written as one tagged value, with the function that makes it and the one that
@@ -219,11 +224,10 @@ def _encode_bits(value: Any, tensors: MutableMapping[str, torch.Tensor], path: s
 def _encode_mapping(
     value: Mapping[Any, Any], tensors: MutableMapping[str, torch.Tensor], path: str
 ) -> Any:
-    is_counter = isinstance(value, Counter)
+    tag = next((tag for tag, kind in _PAIRS.items() if isinstance(value, kind)), "$map")
     items = {key: _encode(item, tensors, _below(path, key)) for key, item in value.items()}
-    if not is_counter and all(isinstance(key, str) and key[:1] != "$" for key in items):
+    if tag == "$map" and all(isinstance(key, str) and key[:1] != "$" for key in items):
         return {str(key): item for key, item in items.items()}
-    tag = "$counter" if is_counter else "$map"
     return {tag: [[_encode(key, tensors, path), item] for key, item in items.items()]}
 
 
@@ -316,7 +320,7 @@ def _decode_pairs(tag: str, content: Any, tensor: Callable[[str], torch.Tensor])
         found = {decode(key, tensor): decode(item, tensor) for key, item in content}
     except TypeError as error:
         raise CheckpointError(f"a saved mapping has a key that cannot be one: {error}") from None
-    return Counter(found) if tag == "$counter" else found
+    return found if tag == "$map" else _PAIRS[tag](found)
 
 
 def _with_strides(value: torch.Tensor, strides: Any) -> torch.Tensor:

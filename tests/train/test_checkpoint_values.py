@@ -171,6 +171,7 @@ def test_tensors_whose_paths_look_alike_keep_apart() -> None:
 def test_counters_stay_counters_and_ordered_dictionaries_keep_their_order() -> None:
     found = there_and_back({"milestones": Counter({30: 1, 80: 2}), "o": OrderedDict(b=1, a=2)})
     assert isinstance(found["milestones"], Counter)
+    assert isinstance(found["o"], OrderedDict)
     assert sorted(found["milestones"].elements()) == [30, 80, 80]
     assert list(found["o"]) == ["b", "a"]
 
