@@ -337,6 +337,8 @@ class Resumption:
         callbacks: Class and state of every callback that has one.
         is_rollback: Whether this process has been beyond it before: callbacks know already that
             training has begun.
+        put_back: Puts back once more what a lost worker's job went back to: callbacks that are told
+            again of what has begun already may change it. None where the script has loaded a state.
     """
 
     position: Position
@@ -344,6 +346,7 @@ class Resumption:
     loss: torch.Tensor | None = None
     callbacks: list[Any] = field(default_factory=list)
     is_rollback: bool = False
+    put_back: Callable[[], None] | None = None
 
     def to_values(self) -> dict[str, Any]:
         """The values from which it can be made again."""

@@ -218,10 +218,14 @@ class Job:
             raise
         self._take_place()
         if self.goes_on:
-            self.owners = TensorOwners()  # they are fixed anew, among those who are there
+            self.forget_owners()
         self.control = self._channels()
         self.num_plans = 0
         self.abort.add_waker(self.interrupt_main_thread)
+
+    def forget_owners(self) -> None:
+        """Let owners be fixed anew, among those who are there."""
+        self.owners = TensorOwners()
 
     def next_plan_number(self) -> int:
         """A number for a plan that no other plan of the job has; every worker draws alike."""

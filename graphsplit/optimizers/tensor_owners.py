@@ -59,6 +59,11 @@ class ComparedWrites:
             lend_data(tensor)
         return key
 
+    def forget(self) -> None:
+        """Know no tensor."""
+        self._keys = WeakTensorKeyDictionary()
+        self.writes.clear()
+
     def is_written_to(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that is here, and known, was written to since."""
         key = None if is_elsewhere(tensor) else self._keys.get(tensor)

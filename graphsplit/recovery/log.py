@@ -16,6 +16,7 @@ from graphsplit.checkpoint.states import Stateful, states_of
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.python_values import Numbers, Values
+from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
 from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
@@ -33,6 +34,8 @@ _TAKES_TENSORS = frozenset(
         *("all_gather", "gather", "scatter"),
     )
 )
+
+_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,6 +78,7 @@ class ModelBefore:
         changed: Tensors that the script has written to, or made, since the call before.
         resumption: What the next ``train`` is to do first.
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
+        attributes: Plain values in the network and its loss, while nothing tells which are read.
     """
 
     share: ModelSnapshot
@@ -87,6 +91,7 @@ class ModelBefore:
     changed: Changed
     resumption: Resumption | None
     left_out: tuple[torch.Tensor, ...] = ()
+    attributes: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
 
     @classmethod
     def of(cls, share: ModelSnapshot) -> ModelBefore:
@@ -104,6 +109,7 @@ class ModelBefore:
             changed,
             share.states.resumption,
             tuple(share.left_out()),
+            () if share.is_settled else _plain_attributes(share.task),
         )
 
     @property
@@ -121,12 +127,24 @@ class ModelBefore:
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
+        for held, then in self.attributes:
+            for name in [name for name, value in held.items() if type(value) in _PLAIN]:
+                if name not in then:
+                    del held[name]
+            held.update(then)
         self.share.engine.planner.python_values.put(*self.python_values)
         self.share.change_again(self.changed)
         for tensor in self.left_out:
             if isinstance(tensor, Elsewhere):
                 tensor.note_write()
         self.share.states.resumption = self.resumption
+
+
+def _plain_attributes(task: Task) -> tuple[tuple[dict[str, Any], dict[str, Any]], ...]:
+    """The attributes of every module and of the loss, and those of them that are plain values."""
+    parts = [task.loss_fn, *(m for top in stateful_modules(task) for m in top.modules())]
+    holders = [vars(part) for part in parts if hasattr(part, "__dict__")]
+    return tuple((held, {n: v for n, v in held.items() if type(v) in _PLAIN}) for held in holders)
 
 
 @dataclass

@@ -212,10 +212,9 @@ class RecoveringScript(Script):
 
     def _enter(self, ordinal: int, call: ModelCall) -> Entry:
         entry = Entry.of(ordinal, call, self._shares)
-        if self._job.goes_on:
-            with self._job.reporting():
-                for share in self._shares:
-                    share.keep_whole_start()
+        with self._job.reporting():
+            for share in self._shares:
+                share.keep_start(must_be_whole=self._job.goes_on)
         self._note_draws(entry)
         self._entries[ordinal] = entry
         return entry

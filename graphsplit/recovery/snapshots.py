@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -304,16 +305,37 @@ class Snapshots(Parts):
         """
         assert self._target is not None
         place = self._places.get(self._target.number)
-        if self._job.goes_on:
+        # A worker that begins anew knows nothing of owners, nor of what was written.
+        begins_anew = place is None and all(share.can_begin_anew for share in self._shares)
+        if begins_anew:
+            self._job.forget_owners()
+        if self._job.goes_on or begins_anew:
             for share in self._shares:
                 share.let_go()
         self._put_back_starts(() if place is None else place.models)
         if place is not None:
             self._put_back_all(place, is_rollback=is_rollback)
         for share in self._shares:  # no more was written so far than where one has just started
-            share.engine.planner.writes.start_over()
+            writes = share.engine.planner.writes
+            writes.forget() if begins_anew else writes.start_over()
 
     def _put_back_all(self, place: ScriptPoint, *, is_rollback: bool) -> None:
+        assert self._target is not None
+        self._put_models_back(place)
+        resumption = self._shares[place.model].states.resumption if place.inside else None
+        if resumption is not None:
+            resumption.is_rollback = is_rollback
+            resumption.put_back = partial(self._put_models_back, place, is_again=True)
+        if self._target.from_disk:
+            packed = self._script_on_disk.get(GENERATORS)
+            set_all_generators(unpack(packed, what=GENERATORS))
+        else:
+            part = self._whole[0] if self._job.goes_on else self._part
+            assert part is not None
+            part.put_generators()
+        self.wait_offered()
+
+    def _put_models_back(self, place: ScriptPoint, *, is_again: bool = False) -> None:
         assert self._target is not None
         for share in (self._shares[index] for index in place.models):
             if self._target.from_disk:
@@ -323,17 +345,8 @@ class Snapshots(Parts):
                 share.load_parts(self._whole, inside=self._is_inside(share, place))
             else:
                 self._put_back(share, place)
-            resumption = share.states.resumption
-            if resumption is not None and place.inside and share.index == place.model:
-                resumption.is_rollback = is_rollback
-        if self._target.from_disk:
-            packed = self._script_on_disk.get(GENERATORS)
-            set_all_generators(unpack(packed, what=GENERATORS))
-        else:
-            part = self._whole[0] if self._job.goes_on else self._part
-            assert part is not None
-            part.put_generators()
-        self.wait_offered()
+            if is_again:
+                share.engine.planner.writes.start_over()
 
     def _put_back_starts(self, but: Collection[int]) -> None:
         """Models that a snapshot does not hold: as they were before their first step.

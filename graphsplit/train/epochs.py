@@ -124,6 +124,7 @@ class Epochs:
             start = FROM_THE_START
 
     def _go_on(self, resumption: Resumption) -> EpochStart:
+        self._put_back(resumption)
         load = put_callbacks_back if resumption.is_rollback else load_callbacks
         load(self.callbacks, resumption.callbacks)
         start = resumption.start
@@ -133,8 +134,17 @@ class Epochs:
         self._numbers.go_on(self._states.num_epochs, resumption.start)
         return start
 
+    def _put_back(self, resumption: Resumption) -> None:
+        if resumption.put_back is not None:
+            resumption.put_back()
+            self._states.run, self._states.resumption = self, None
+
     def begin(self, start: EpochStart) -> None:
         """The loader will be asked for a batch next."""
+        resumption = self._resumption
+        if start.step and resumption is not None and resumption.put_back is not None:
+            self._put_back(resumption)  # callbacks did then what they were told just now
+            load_callbacks(self.callbacks, resumption.callbacks)
         self.watch.begin_epoch(self._loader, start)
         self._numbers.begins(self._states.num_epochs, self.watch.remembered or {})
 

@@ -111,6 +111,14 @@ class Writes:
         self.look()
         self._settle()
 
+    def forget(self) -> None:
+        """Know no tensor, as before the first plan: nobody compares what is written then."""
+        for tensor in self._tensors().values():
+            vars(tensor).pop(LEFT_OUT, None)
+        self._compared.forget()
+        self._held, self._here, self._keys = {}, [], []
+        self._begun = self._settled = Elsewhere.num_left_out
+
     def names(self, *, with_replaced: bool) -> tuple[str, ...]:
         """Those written to or with other hooks; with those that are others now, if asked for."""
         found = self._written(with_replaced=with_replaced)

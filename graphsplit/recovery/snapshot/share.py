@@ -74,7 +74,9 @@ class ModelSnapshot:
     Attributes:
         was_regrouped: Whether owners were fixed anew since, among other workers.
         was_loaded: Whether a state was loaded: by the script, or from a snapshot on disk.
-        start: The share as it was when owners were fixed, before the first step; None before.
+        start: The share as it was before the call in which owners were fixed; None before.
+        can_begin_anew: Whether that is the whole network, as each worker has it before its first
+            plan; not of a deferred one.
         began: When that was: Models are counted in the order in which they begin.
         given_at: The loss, the optimizer and the network's parts that it had at each snapshot, by
             number.
@@ -88,6 +90,7 @@ class ModelSnapshot:
         self.states = states
         self.was_loaded = self.was_regrouped = False
         self.start: SnapshotShard | None = None
+        self.can_begin_anew = True
         self.began = 0
         self.given_at: dict[int, Given] = {}
         self.given_before = self.given()
@@ -102,7 +105,6 @@ class ModelSnapshot:
         self._num_left_out = Elsewhere.num_left_out
         self._num_known = 0, 0  # owners, and changes of a buffer's form
         self._known: tuple[NetworkState, Ownership] | None = None
-        engine.on_first_settled = self._keep_start
 
     def check_once(self) -> None:
         """After the first step: let what cannot be kept be known now, not at a later snapshot.
@@ -177,30 +179,42 @@ class ModelSnapshot:
             self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
             self._known, self._owned = None, []
 
-    def keep_whole_start(self) -> None:
-        """Before a call that may fix owners: whoever is lost then, all of the start is here.
+    def keep_start(self, *, must_be_whole: bool) -> None:
+        """Before a call that may fix owners, and whose loader or callbacks may change something.
 
-        Where a Model that began before has modules of it, that one has the start of these.
+        Whoever is lost then, all of the start is here. Where a Model that began before has modules
+        of it, that one has the start of these.
+
+        Args:
+            must_be_whole: Whether any worker may have to take any part of it.
 
         Raises:
-            ConfigurationError: The network is to be built on its owners alone; or an optimizer
-                knows something of parameters that another Model has taken to other workers.
+            ConfigurationError: It must be whole, and the network is to be built on its owners
+                alone; or an optimizer knows something of parameters that another Model has taken
+                to other workers.
         """
-        self.engine.on_first_settled = None
-        if any(map(is_deferred, stateful_modules(self.task))):
+        if self.is_settled or self.was_regrouped:
+            return
+        is_deferred_ = any(map(is_deferred, stateful_modules(self.task)))
+        if must_be_whole and is_deferred_:
             raise ConfigurationError(
                 "a deferred network in a job with GS_RECOVERY=go_on, where each worker must be "
                 "able to take any part of it\n  Fix: build it without deferring, or set "
                 "GS_RECOVERY=wait_rejoin."
             )
-        if not self.is_settled and not self.was_regrouped:
-            states = (key for optimizer in self.task.optimizers for key in optimizer.state)
-            if any(isinstance(key, torch.Tensor) and is_elsewhere(key) for key in states):
-                raise ConfigurationError(
-                    "an optimizer has a state of parameters that another Model has taken to other "
-                    "workers, in a job with GS_RECOVERY=go_on\n  Fix: load its state after the "
-                    "first step of its Model."
-                )
+        states = (key for optimizer in self.task.optimizers for key in optimizer.state)
+        is_elsewhere_ = any(isinstance(key, torch.Tensor) and is_elsewhere(key) for key in states)
+        if must_be_whole and is_elsewhere_:
+            raise ConfigurationError(
+                "an optimizer has a state of parameters that another Model has taken to other "
+                "workers, in a job with GS_RECOVERY=go_on\n  Fix: load its state after the "
+                "first step of its Model."
+            )
+        # Of the others each worker keeps its own part, as soon as there is one.
+        is_whole = not (is_deferred_ or is_elsewhere_)
+        self.engine.on_first_settled = None if is_whole else self._keep_start
+        self.can_begin_anew = is_whole
+        if is_whole:
             self._keep_start()
 
     def _keep_start(self) -> None:

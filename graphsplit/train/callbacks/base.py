@@ -223,8 +223,9 @@ class Callback:
         """A worker was lost, and training goes on from an earlier step.
 
         Give back what belongs to the epoch that was under way. Once the worker is back,
-        ``load_state_dict`` follows where the callback has a state, then ``on_epoch_begin``; steps
-        after the snapshot are run, and seen, again.
+        ``load_state_dict`` follows where the callback has a state, then ``on_epoch_begin``, whose
+        changes of networks and optimizers are put back in the middle of an epoch; steps after the
+        snapshot are run, and seen, again.
         """
 
     def on_failure(self, context: RunContext) -> None:
