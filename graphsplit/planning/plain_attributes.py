@@ -34,6 +34,13 @@ from graphsplit.torch_ext.attributes import writes_of
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
 
+_SCALARS = frozenset((int, float, bool, str, bytes, complex, type(None)))
+
+
+def scalars_in(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of an object that are plain values, and no containers."""
+    return {name: value for name, value in held.items() if type(value) in _SCALARS}
+
 
 class PlainState:
     """The changed attributes and marks of one task.

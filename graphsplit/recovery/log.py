@@ -15,6 +15,7 @@ from graphsplit.checkpoint.position import LoaderWatch, Resumption
 from graphsplit.checkpoint.states import Stateful, states_of
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
+from graphsplit.planning.plain_attributes import scalars_in
 from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
@@ -34,8 +35,6 @@ _TAKES_TENSORS = frozenset(
         *("all_gather", "gather", "scatter"),
     )
 )
-
-_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +108,7 @@ class ModelBefore:
             changed,
             share.states.resumption,
             tuple(share.left_out()),
-            () if share.is_settled else _plain_attributes(share.task),
+            () if share.is_settled else _scalars(share.task),
         )
 
     @property
@@ -128,9 +127,8 @@ class ModelBefore:
             put_settings(*of_one)
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
         for held, then in self.attributes:
-            for name in [name for name, value in held.items() if type(value) in _PLAIN]:
-                if name not in then:
-                    del held[name]
+            for name in scalars_in(held).keys() - then.keys():
+                del held[name]
             held.update(then)
         self.share.engine.planner.python_values.put(*self.python_values)
         self.share.change_again(self.changed)
@@ -140,11 +138,11 @@ class ModelBefore:
         self.share.states.resumption = self.resumption
 
 
-def _plain_attributes(task: Task) -> tuple[tuple[dict[str, Any], dict[str, Any]], ...]:
+def _scalars(task: Task) -> tuple[tuple[dict[str, Any], dict[str, Any]], ...]:
     """The attributes of every module and of the loss, and those of them that are plain values."""
     parts = [task.loss_fn, *(m for top in stateful_modules(task) for m in top.modules())]
     holders = [vars(part) for part in parts if hasattr(part, "__dict__")]
-    return tuple((held, {n: v for n, v in held.items() if type(v) in _PLAIN}) for held in holders)
+    return tuple((held, scalars_in(held)) for held in holders)
 
 
 @dataclass

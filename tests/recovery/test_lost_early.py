@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +28,17 @@ pytestmark = [
 NUM_WORKERS = 3
 
 
+def change(net: Any, optimizer: Any, what: str) -> None:
+    if what == "parameters":
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.9)
+    elif what == "dropout":
+        net[1].p *= 0.9
+    else:
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+
 class Changing(gs.callbacks.Callback, Dataset[Any]):
     """Changes parameters, a number that forward reads, or a learning rate: when it is told to."""
 
@@ -32,16 +46,8 @@ class Changing(gs.callbacks.Callback, Dataset[Any]):
         self.net, self.model, self.what, self.when = net, model, what, when
 
     def change(self, when: str) -> None:
-        if when != self.when:
-            return
-        if self.what == "parameters":
-            with torch.no_grad():
-                for parameter in self.net.parameters():
-                    parameter.mul_(0.9)
-        elif self.what == "dropout":
-            self.net[1].p *= 0.9
-        else:
-            self.model.optimizer.param_groups[0]["lr"] *= 0.9  # type: ignore[union-attr]
+        if when == self.when:
+            change(self.net, self.model.optimizer, self.what)
 
     def on_train_begin(self, context: gs.callbacks.RunContext) -> None:
         self.change("train")
@@ -77,6 +83,72 @@ def test_what_was_changed_before_a_loss_counts_once(
     torch.default_generator.set_state(before)
     settings = SnapshotSettings(every=2)
     cluster = ThreadCluster(lambda rank: script(), NUM_WORKERS, settings, {rank: [at]})
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == 1
+
+
+class Plain:
+    """What graphsplit gives, without it."""
+
+    @staticmethod
+    def distribute(net: Any) -> Any:
+        return net
+
+    @staticmethod
+    def loop(source: Any, keep: Any = ()) -> Iterator[Any]:
+        return iter(source)
+
+
+class ChangingData(Dataset[Any]):
+    """Changes something whenever the first of a batch is asked for."""
+
+    def __init__(self, net: Any, optimizer: Any, what: str, *, changes: bool) -> None:
+        self.net, self.optimizer, self.what, self.changes = net, optimizer, what, changes
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 4 == 0 and self.changes:
+            change(self.net, self.optimizer, self.what)
+        return pairs()[index]
+
+
+def own_loop(gs: Any, what: str, when: str, *, place: bool) -> Any:
+    net: Any = plain_net(place=place)
+    optimizer, criterion = sgd(net), nn.CrossEntropyLoss()
+    net = gs.distribute(net)
+    data = DataLoader(ChangingData(net, optimizer, what, changes=when == "data"), batch_size=4)
+    losses: list[float] = []
+    for _ in gs.loop(range(2), keep=[losses, optimizer]):
+        if when == "epoch":
+            change(net, optimizer, what)
+        for x, y in gs.loop(data):
+            if when == "batch":
+                change(net, optimizer, what)
+            optimizer.zero_grad()
+            loss = criterion(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, net.state_dict(), copy.deepcopy(optimizer.state_dict()), net[1].p
+
+
+@pytest.mark.parametrize(("rank", "at"), [(0, 2), (1, 12), (2, 24), (1, 40)])
+@pytest.mark.parametrize("when", ["epoch", "data", "batch"])
+@pytest.mark.parametrize("what", ["parameters", "dropout", "rate"])
+def test_what_an_own_loop_changed_before_a_loss_counts_once(
+    what: str, when: str, rank: int, at: int
+) -> None:
+    """Before anything was recorded, and by the loader when it was asked for a snapshot's batch."""
+    before = torch.default_generator.get_state()
+    expected = own_loop(Plain, what, when, place=False)
+    torch.default_generator.set_state(before)
+    run = partial(own_loop, gs, what, when, place=True)
+    cluster = ThreadCluster(
+        lambda rank: run(), NUM_WORKERS, SnapshotSettings(every=2), {rank: [at]}
+    )
     for found in cluster.run():
         assert difference(expected, found) is None
     assert cluster.num_killed == 1

@@ -24,8 +24,10 @@ from graphsplit.distribute.steps import settled
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError
+from graphsplit.guards.values import MISSING, same
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.plain_attributes import scalars_in
 from graphsplit.planning.task import named_state
 from graphsplit.recovery.snapshot.optimizers import (
     members_of,
@@ -49,6 +51,8 @@ class LoopNetworks:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._number = len(loop.networks)
+        # As the script builds them, which a new process does as well.
+        self._built = [[scalars_in(vars(m)) for m in net.modules()] for _, net in self._all()]
         self._memories = [OpaqueMemory(partial(dict, network=net)) for _, net in self._all()]
 
     def _all(self) -> Iterator[tuple[int, nn.Module]]:
@@ -78,7 +82,8 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        for (index, network), memory in zip(self._all(), self._memories, strict=True):
+        parts = zip(self._all(), self._memories, self._built, strict=True)
+        for (index, network), memory, built in parts:
             if is_deferred(network):
                 continue  # not used yet
             path = f"net{index}"
@@ -88,6 +93,7 @@ class LoopNetworks:
                 "owners": machinery.owners(),
                 "trained": [p.requires_grad for p in network.parameters()],
                 "modes": [module.training for module in network.modules()],
+                "scalars": _changed(network, built),
                 "attributes": machinery.python_values(),
                 "forms": kept_forms(machinery.task),
                 "whole": memory.kept(is_all=True),
@@ -117,11 +123,13 @@ class LoopNetworks:
             network, memory = known[index]
             machinery = behind(network)
             assert machinery is not None
-            values = part.decoded(node)
+            values, modules = part.decoded(node), list(network.modules())
             put_forms(machinery.task, values["forms"], values["owners"], self._loop.rank)
             forget_waiting_forms(machinery.task)
             if values["owners"]:
                 machinery.settle_as(values["owners"])
+            for at, changed in values["scalars"].items():
+                vars(modules[int(at)]).update(changed)
             register_again(network, values["attributes"])
             machinery.put_python_values(values["attributes"])
             memory.put_back(values["whole"], is_own=True)
@@ -131,6 +139,18 @@ class LoopNetworks:
                 module.training = mode
             put_extra_states(network, values["extra"])
             put_tensors(network, f"net{index}", names, part)
+
+
+def _changed(network: nn.Module, built: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The plain values that modules have now and did not have before, by the module's number."""
+    now = [scalars_in(vars(module)) for module in network.modules()]
+    if len(now) != len(built):  # a module has come or gone
+        return {}
+    found = {
+        str(at): {n: v for n, v in after.items() if not same(before.get(n, MISSING), v)}
+        for at, (before, after) in enumerate(zip(built, now, strict=True))
+    }
+    return {at: changed for at, changed in found.items() if changed}
 
 
 def extra_states(network: nn.Module) -> dict[str, Any]:

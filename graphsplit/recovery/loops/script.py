@@ -151,6 +151,9 @@ class LoopScript(Script):
                     item = next(current.iterator)
                 except StopIteration:
                     break
+                if self._part is not None and not self._places:
+                    with self._job.reporting():
+                        self._restore(self._part)
                 if before is not None:
                     with self._job.reporting():
                         self._take(before)
@@ -218,20 +221,23 @@ class LoopScript(Script):
         iterator, watch = reopened(source, part.decoded(node), place.index)
         current = LoopRounds(number, source, watch, body, iterator, place.index)
         if depth + 1 == len(self._places):
-            self._running.append(current)
-            self._restore(part)
-            self._running.pop()
+            for rounds, its_node in zip(
+                (*self._running, current), part.values["loaders"], strict=True
+            ):
+                rounds.go_on(part.decoded(its_node))
+            part.put_generators()
+            self._places = ()
         return current
 
     def _restore(self, part: SnapshotShard) -> None:
-        """The place is reached: from here on everything is as it was."""
+        """The batch of the snapshot is here: from here on everything is as it was.
+
+        Not before: what a loader changes when it is asked for that batch has been copied.
+        """
         assert self._kept is not None
         with DisableTorchFunctionSubclass():
             self._kept.put_back(part, [rounds.source for rounds in self._running])
-        for rounds, node in zip(self._running, part.values["loaders"], strict=True):
-            rounds.go_on(part.decoded(node))
-        part.put_generators()
-        self._places, self._part, self._since = (), None, 0
+        self._part, self._since = None, 0
         self._snapshots.wait_offered()
 
     def _end(self, current: LoopRounds) -> None:
