@@ -7,7 +7,7 @@ first call; a save holds those that have changed since, and a load puts the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,41 @@ _SCALARS = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 def scalars_in(held: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of an object that are plain values, and no containers."""
-    return {name: value for name, value in held.items() if type(value) in _SCALARS}
+    return {n: v for n, v in held.items() if type(v) in _SCALARS and not n.startswith(_OTHERS)}
+
+
+class Scalars:
+    """The plain values in attributes of some objects, as the script has built them.
+
+    A process that takes the place of another builds them alike; what is other now it must be told.
+
+    Args:
+        objects: Gives the objects, in an order that is the same on all workers.
+    """
+
+    def __init__(self, objects: Callable[[], Iterable[Any]]) -> None:
+        self._objects = objects
+        self._built = [scalars_in(held) for held in self._all()]
+
+    def _all(self) -> list[dict[str, Any]]:
+        return [own_dictionary(one) or {} for one in self._objects()]
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """Those that are other now, by the object's number; none if objects have come or gone."""
+        now = [scalars_in(held) for held in self._all()]
+        if len(now) != len(self._built):
+            return {}
+        found = {
+            str(at): {n: v for n, v in after.items() if not same(before.get(n, MISSING), v)}
+            for at, (before, after) in enumerate(zip(self._built, now, strict=True))
+        }
+        return {at: changed for at, changed in found.items() if changed}
+
+    def put(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let them have what ``changed`` gave."""
+        held = self._all()
+        for at, values in changed.items():
+            held[int(at)].update(values)
 
 
 class PlainState:

@@ -152,3 +152,32 @@ def test_what_an_own_loop_changed_before_a_loss_counts_once(
     for found in cluster.run():
         assert difference(expected, found) is None
     assert cluster.num_killed == 1
+
+
+class Once(gs.callbacks.Callback):
+    """Sets a number of a module once, in the first epoch."""
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def on_epoch_begin(self, context: gs.callbacks.RunContext) -> None:
+        if context.epoch == 1 and context.step == 0:
+            self.net[1].p = 0.2
+
+
+@pytest.mark.parametrize(("rank", "at"), [(0, 30), (2, 48), (1, 75)])
+def test_a_number_that_was_set_before_anything_was_recorded_is_known(rank: int, at: int) -> None:
+    """The worker that comes back does not set it: training goes on in a later step."""
+
+    def script(*, place: bool = True) -> Any:
+        net = plain_net(place=place)
+        return trained(gs.Model(net, nn.CrossEntropyLoss(), sgd(net)), None, 3, Once(net))
+
+    before = torch.default_generator.get_state()
+    expected = script(place=False)
+    torch.default_generator.set_state(before)
+    settings = SnapshotSettings(every=2)
+    cluster = ThreadCluster(lambda rank: script(), NUM_WORKERS, settings, {rank: [at]})
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == 1

@@ -238,13 +238,15 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         values_shared_with=lambda loader: SharedValues((), ()),
         keep_at_least=lambda number: None,
         num_kept=0,
+        taking_turns=(),
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,
         ahead=lambda mode, signature: None,
         check_python_step=lambda *a, **k: None,
         recording_for=lambda *a, **k: SimpleNamespace(
             recording=SimpleNamespace(
-                graph=SimpleNamespace(is_other_after=False, has_replicas=False, num_answered=None)
+                graph=SimpleNamespace(is_other_after=False, has_replicas=False, num_answered=None),
+                plans=0,
             )
         ),
     )

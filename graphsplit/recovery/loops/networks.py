@@ -24,10 +24,9 @@ from graphsplit.distribute.steps import settled
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError
-from graphsplit.guards.values import MISSING, same
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
-from graphsplit.planning.plain_attributes import scalars_in
+from graphsplit.planning.plain_attributes import Scalars
 from graphsplit.planning.task import named_state
 from graphsplit.recovery.snapshot.optimizers import (
     members_of,
@@ -52,7 +51,7 @@ class LoopNetworks:
         self._loop = loop
         self._number = len(loop.networks)
         # As the script builds them, which a new process does as well.
-        self._built = [[scalars_in(vars(m)) for m in net.modules()] for _, net in self._all()]
+        self._scalars = [Scalars(net.modules) for _, net in self._all()]
         self._memories = [OpaqueMemory(partial(dict, network=net)) for _, net in self._all()]
 
     def _all(self) -> Iterator[tuple[int, nn.Module]]:
@@ -82,8 +81,8 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        parts = zip(self._all(), self._memories, self._built, strict=True)
-        for (index, network), memory, built in parts:
+        parts = zip(self._all(), self._memories, self._scalars, strict=True)
+        for (index, network), memory, scalars in parts:
             if is_deferred(network):
                 continue  # not used yet
             path = f"net{index}"
@@ -93,7 +92,7 @@ class LoopNetworks:
                 "owners": machinery.owners(),
                 "trained": [p.requires_grad for p in network.parameters()],
                 "modes": [module.training for module in network.modules()],
-                "scalars": _changed(network, built),
+                "scalars": scalars.changed(),
                 "attributes": machinery.python_values(),
                 "forms": kept_forms(machinery.task),
                 "whole": memory.kept(is_all=True),
@@ -116,41 +115,28 @@ class LoopNetworks:
 
     def put_back(self, part: SnapshotShard) -> None:
         """Let all be as it was."""
-        known = {index: (net, self._memories[at]) for at, (index, net) in enumerate(self._all())}
+        known = {index: (at, net) for at, (index, net) in enumerate(self._all())}
         for index, node, names in part.values["networks"]:
             if index not in known:
                 raise StateError(_OTHERWISE)
-            network, memory = known[index]
+            at, network = known[index]
             machinery = behind(network)
             assert machinery is not None
-            values, modules = part.decoded(node), list(network.modules())
+            values = part.decoded(node)
             put_forms(machinery.task, values["forms"], values["owners"], self._loop.rank)
             forget_waiting_forms(machinery.task)
             if values["owners"]:
                 machinery.settle_as(values["owners"])
-            for at, changed in values["scalars"].items():
-                vars(modules[int(at)]).update(changed)
+            self._scalars[at].put(values["scalars"])
             register_again(network, values["attributes"])
             machinery.put_python_values(values["attributes"])
-            memory.put_back(values["whole"], is_own=True)
+            self._memories[at].put_back(values["whole"], is_own=True)
             for parameter, is_trained in zip(network.parameters(), values["trained"], strict=True):
                 parameter.requires_grad_(is_trained)
             for module, mode in zip(network.modules(), values["modes"], strict=True):
                 module.training = mode
             put_extra_states(network, values["extra"])
             put_tensors(network, f"net{index}", names, part)
-
-
-def _changed(network: nn.Module, built: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The plain values that modules have now and did not have before, by the module's number."""
-    now = [scalars_in(vars(module)) for module in network.modules()]
-    if len(now) != len(built):  # a module has come or gone
-        return {}
-    found = {
-        str(at): {n: v for n, v in after.items() if not same(before.get(n, MISSING), v)}
-        for at, (before, after) in enumerate(zip(built, now, strict=True))
-    }
-    return {at: changed for at, changed in found.items() if changed}
 
 
 def extra_states(network: nn.Module) -> dict[str, Any]:

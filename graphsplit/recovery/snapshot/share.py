@@ -28,6 +28,7 @@ from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere, is_elsewhere
+from graphsplit.planning.plain_attributes import Scalars
 from graphsplit.planning.task import Task, named_state, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
@@ -100,11 +101,19 @@ class ModelSnapshot:
         self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
         self._is_checked = False
         self._encoder = Encoder()
+        self._scalars = Scalars(self._objects)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
         self._num_left_out = Elsewhere.num_left_out
         self._num_known = 0, 0  # owners, and changes of a buffer's form
         self._known: tuple[NetworkState, Ownership] | None = None
+
+    def _objects(self) -> list[Any]:
+        """All modules, and a loss that is none."""
+        return [
+            self.task.loss_fn,
+            *(m for top in stateful_modules(self.task) for m in top.modules()),
+        ]
 
     def check_once(self) -> None:
         """After the first step: let what cannot be kept be known now, not at a later snapshot.
@@ -263,6 +272,7 @@ class ModelSnapshot:
         contents.add_section("members", members)
         contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
         contents.add_section("forms", kept_forms(task))
+        contents.add_section("scalars", self._scalars.changed())
         contents.add_section("attributes", self.engine.planner.python_values.kept())
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
@@ -394,6 +404,7 @@ class ModelSnapshot:
 
     def _put_what_is_trained(self, sections: Mapping[str, Any]) -> None:
         """Which parameters are trained, and what Python code keeps in attributes."""
+        self._scalars.put(sections.get("scalars", {}))
         self.engine.planner.python_values.put_back(sections["attributes"])
         put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
 
