@@ -211,16 +211,18 @@ class ModelSnapshot:
                 "able to take any part of it\n  Fix: build it without deferring, or set "
                 "GS_RECOVERY=wait_rejoin."
             )
-        states = (key for optimizer in self.task.optimizers for key in optimizer.state)
-        is_elsewhere_ = any(isinstance(key, torch.Tensor) and is_elsewhere(key) for key in states)
-        if must_be_whole and is_elsewhere_:
+        keys = [key for optimizer in self.task.optimizers for key in optimizer.state]
+        with_state = [key for key in keys if isinstance(key, torch.Tensor)]
+        if must_be_whole and any(map(is_elsewhere, with_state)):
             raise ConfigurationError(
                 "an optimizer has a state of parameters that another Model has taken to other "
                 "workers, in a job with GS_RECOVERY=go_on\n  Fix: load its state after the "
                 "first step of its Model."
             )
-        # Of the others each worker keeps its own part, as soon as there is one.
-        is_whole = not (is_deferred_ or is_elsewhere_)
+        # Of the others each worker keeps its own part, as soon as there is one. All decide alike.
+        taken, named = self.engine.planner.known_owners(), named_state(self.task.network, None)
+        ids = {id(named[name]) for name in taken if name in named}
+        is_whole = not (is_deferred_ or any(id(one) in ids for one in with_state))
         self.engine.on_first_settled = None if is_whole else self._keep_start
         self.can_begin_anew = is_whole
         if is_whole:
