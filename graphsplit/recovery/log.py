@@ -15,9 +15,7 @@ from graphsplit.checkpoint.position import LoaderWatch, Resumption
 from graphsplit.checkpoint.states import Stateful, states_of
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
-from graphsplit.planning.plain_attributes import scalars_in
 from graphsplit.planning.python_values import Numbers, Values
-from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
 from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
@@ -77,7 +75,8 @@ class ModelBefore:
         changed: Tensors that the script has written to, or made, since the call before.
         resumption: What the next ``train`` is to do first.
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
-        attributes: Plain values in the network and its loss, while nothing tells which are read.
+        attributes: Plain attributes of the network and its loss that are other than before the
+            first call, while nothing tells which are read; None later.
     """
 
     share: ModelSnapshot
@@ -90,7 +89,7 @@ class ModelBefore:
     changed: Changed
     resumption: Resumption | None
     left_out: tuple[torch.Tensor, ...] = ()
-    attributes: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
+    attributes: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, share: ModelSnapshot) -> ModelBefore:
@@ -108,7 +107,7 @@ class ModelBefore:
             changed,
             share.states.resumption,
             tuple(share.left_out()),
-            () if share.is_settled else _scalars(share.task),
+            None if share.is_settled else share.states.python.saved(),
         )
 
     @property
@@ -126,23 +125,14 @@ class ModelBefore:
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
-        for held, then in self.attributes:
-            for name in scalars_in(held).keys() - then.keys():
-                del held[name]
-            held.update(then)
+        if self.attributes is not None:
+            self.share.states.python.put(self.attributes)
         self.share.engine.planner.python_values.put(*self.python_values)
         self.share.change_again(self.changed)
         for tensor in self.left_out:
             if isinstance(tensor, Elsewhere):
                 tensor.note_write()
         self.share.states.resumption = self.resumption
-
-
-def _scalars(task: Task) -> tuple[tuple[dict[str, Any], dict[str, Any]], ...]:
-    """The attributes of every module and of the loss, and those of them that are plain values."""
-    parts = [task.loss_fn, *(m for top in stateful_modules(task) for m in top.modules())]
-    holders = [vars(part) for part in parts if hasattr(part, "__dict__")]
-    return tuple((held, scalars_in(held)) for held in holders)
 
 
 @dataclass

@@ -28,6 +28,17 @@ pytestmark = [
 NUM_WORKERS = 3
 
 
+class Scaled(nn.Module):
+    """Scales what its network computes by an entry of a dictionary."""
+
+    def __init__(self, *, place: bool) -> None:
+        super().__init__()
+        self.net, self.entries = plain_net(place=place), {"scale": 1.0}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x) * self.entries["scale"]
+
+
 def change(net: Any, optimizer: Any, what: str) -> None:
     if what == "parameters":
         with torch.no_grad():
@@ -35,6 +46,8 @@ def change(net: Any, optimizer: Any, what: str) -> None:
                 parameter.mul_(0.9)
     elif what == "dropout":
         net[1].p *= 0.9
+    elif what == "entry":
+        net.entries["scale"] *= 0.9
     else:
         optimizer.param_groups[0]["lr"] *= 0.9
 
@@ -66,14 +79,14 @@ class Changing(gs.callbacks.Callback, Dataset[Any]):
 
 @pytest.mark.parametrize(("rank", "at"), [(0, 2), (1, 12), (2, 24), (0, 24), (1, 60)])
 @pytest.mark.parametrize("when", ["train", "epoch", "data"])
-@pytest.mark.parametrize("what", ["parameters", "dropout", "rate"])
+@pytest.mark.parametrize("what", ["parameters", "dropout", "rate", "entry"])
 def test_what_was_changed_before_a_loss_counts_once(
     what: str, when: str, rank: int, at: int
 ) -> None:
     """Before the first snapshot of the job, and in an epoch that callbacks know has begun."""
 
     def script(*, place: bool = True) -> Any:
-        net = plain_net(place=place)
+        net = Scaled(place=place) if what == "entry" else plain_net(place=place)
         model = gs.Model(net, nn.CrossEntropyLoss(), sgd(net))
         changing = Changing(net, model, what, when)
         return trained(model, DataLoader(changing, batch_size=4), 2, changing)
