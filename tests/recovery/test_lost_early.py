@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +25,18 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 NUM_WORKERS = 3
+
+
+def compare(script: Callable[..., Any], kills: dict[int, list[int]]) -> None:
+    """Every worker ends with what the plain loop has, though some are killed."""
+    before, num_kills = torch.default_generator.get_state(), sum(map(len, kills.values()))
+    expected = script(place=False)
+    torch.default_generator.set_state(before)
+    settings = SnapshotSettings(every=2)
+    cluster = ThreadCluster(lambda rank: script(place=True), NUM_WORKERS, settings, kills)
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == num_kills
 
 
 class Scaled(nn.Module):
@@ -85,20 +96,24 @@ def test_what_was_changed_before_a_loss_counts_once(
 ) -> None:
     """Before the first snapshot of the job, and in an epoch that callbacks know has begun."""
 
-    def script(*, place: bool = True) -> Any:
+    def script(*, place: bool) -> Any:
         net = Scaled(place=place) if what == "entry" else plain_net(place=place)
         model = gs.Model(net, nn.CrossEntropyLoss(), sgd(net))
         changing = Changing(net, model, what, when)
         return trained(model, DataLoader(changing, batch_size=4), 2, changing)
 
-    before = torch.default_generator.get_state()
-    expected = script(place=False)
-    torch.default_generator.set_state(before)
-    settings = SnapshotSettings(every=2)
-    cluster = ThreadCluster(lambda rank: script(), NUM_WORKERS, settings, {rank: [at]})
-    for found in cluster.run():
-        assert difference(expected, found) is None
-    assert cluster.num_killed == 1
+    compare(script, {rank: [at]})
+
+
+@pytest.mark.parametrize("when", ["train", "data"])
+def test_workers_that_are_lost_again_before_the_first_snapshot_change_nothing(when: str) -> None:
+    def script(*, place: bool) -> Any:
+        net = plain_net(place=place)
+        model = gs.Model(net, nn.CrossEntropyLoss(), sgd(net))
+        changing = Changing(net, model, "parameters", when)
+        return trained(model, DataLoader(changing, batch_size=4), 2, changing)
+
+    compare(script, {1: [8, 5], 0: [12]})
 
 
 class Plain:
@@ -155,16 +170,11 @@ def test_what_an_own_loop_changed_before_a_loss_counts_once(
     what: str, when: str, rank: int, at: int
 ) -> None:
     """Before anything was recorded, and by the loader when it was asked for a snapshot's batch."""
-    before = torch.default_generator.get_state()
-    expected = own_loop(Plain, what, when, place=False)
-    torch.default_generator.set_state(before)
-    run = partial(own_loop, gs, what, when, place=True)
-    cluster = ThreadCluster(
-        lambda rank: run(), NUM_WORKERS, SnapshotSettings(every=2), {rank: [at]}
-    )
-    for found in cluster.run():
-        assert difference(expected, found) is None
-    assert cluster.num_killed == 1
+
+    def script(*, place: bool) -> Any:
+        return own_loop(gs if place else Plain, what, when, place=place)
+
+    compare(script, {rank: [at]})
 
 
 class Once(gs.callbacks.Callback):
@@ -182,15 +192,8 @@ class Once(gs.callbacks.Callback):
 def test_a_number_that_was_set_before_anything_was_recorded_is_known(rank: int, at: int) -> None:
     """The worker that comes back does not set it: training goes on in a later step."""
 
-    def script(*, place: bool = True) -> Any:
+    def script(*, place: bool) -> Any:
         net = plain_net(place=place)
         return trained(gs.Model(net, nn.CrossEntropyLoss(), sgd(net)), None, 3, Once(net))
 
-    before = torch.default_generator.get_state()
-    expected = script(place=False)
-    torch.default_generator.set_state(before)
-    settings = SnapshotSettings(every=2)
-    cluster = ThreadCluster(lambda rank: script(), NUM_WORKERS, settings, {rank: [at]})
-    for found in cluster.run():
-        assert difference(expected, found) is None
-    assert cluster.num_killed == 1
+    compare(script, {rank: [at]})
