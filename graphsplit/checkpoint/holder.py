@@ -45,8 +45,15 @@ class StateHolder(ABC):
         """The network's full state, by its own ``state_dict``. Collective."""
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the network's full state, by its own ``load_state_dict``. Collective."""
+    def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load the network's full state, by its own ``load_state_dict``, and return what that does.
+
+        Collective.
+
+        Args:
+            state: The state.
+            options: Those of ``load_state_dict``, as ``strict``.
+        """
 
     @abstractmethod
     def note_put(self, names: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,12 @@ class NetworkLoader:
         source: The save.
         holder: Lets the network's own code load a state dictionary, where it has such code: it may
             rename keys, change values, or look at what was loaded.
+        options: Those of ``load_state_dict``, as ``strict``.
         with_others: Whether the save holds what a state dictionary leaves out, too.
+
+    Attributes:
+        problems: What does not fit, in words.
+        told: What ``load_state_dict`` returns; None while the network's own code has yet to load.
     """
 
     def __init__(
@@ -67,12 +72,15 @@ class NetworkLoader:
         task: Task,
         source: Source,
         holder: StateHolder,
+        options: Mapping[str, Any] | None = None,
         *,
         with_others: bool,
     ) -> None:
         self._task = task
         self._source = source
-        self._load_whole: Callable[[Mapping[str, Any]], None] | None = None
+        self._options = options or {}
+        self.told: Any = None
+        self._load_whole: Callable[..., Any] | None = None
         if own_loading(task.network, with_extra=False):
             self._load_whole = holder.load_state_dict
         values = source.values.get("network")
@@ -100,6 +108,7 @@ class NetworkLoader:
     def _match_weights(self) -> None:
         stored, aliases = self._source.tensors["weights"], self._source.aliases
         known = {**self._state.tensors, **self._state.aliases, **self._state.values}
+        missing: list[str] = []
         for key, target in self._state.tensors.items():
             # Where a tied tensor is stored under several of its keys, the last one counts, as in
             # PyTorch.
@@ -107,15 +116,16 @@ class NetworkLoader:
             names = [k for k in (*keys, *(aliases.get(k, k) for k in keys)) if k in stored]
             own = [k for k in keys if k in stored]
             if not names:
-                self.problems.append(f"missing: {key}")
+                missing.append(key)
                 continue
             self._want(target, own[-1] if own else names[-1], "weights")
-        for key in self._state.values:
-            if key not in stored and key not in self._values:
-                self.problems.append(f"missing: {key}")
-        for name in dict.fromkeys((*stored, *aliases, *self._values)):
-            if name not in known:
-                self.problems.append(f"unknown: {name}")
+        missing += [k for k in self._state.values if k not in stored and k not in self._values]
+        found = dict.fromkeys((*stored, *aliases, *self._values))
+        unknown = [name for name in found if name not in known]
+        self.told = told_keys(*_as_loaded(self._task.network, missing, unknown))
+        if self._options.get("strict", True):
+            self.problems += [f"missing: {key}" for key in missing]
+            self.problems += [f"unknown: {name}" for name in unknown]
 
     def _match_others(self) -> None:
         stored = {n for n in self._source.tensors["training"] if n.startswith(OTHERS)}
@@ -176,13 +186,37 @@ class NetworkLoader:
         whole.update({key: decode(value, _no_tensor) for key, value in self._values.items()})
         if self._load_whole is None:
             for key, value in whole.items():
-                module_of_extra(self._task.network, key).set_extra_state(value)
+                if key in self._state.values:
+                    module_of_extra(self._task.network, key).set_extra_state(value)
             return
         aliases = self._source.aliases
         state = OrderedDict({**whole, **{a: whole[k] for a, k in aliases.items() if k in whole}})
         if self._metadata is not None:
             setattr(state, STATE_VERSIONS, decode(self._metadata, _no_tensor))
-        self._load_whole(state)
+        self.told = self._load_whole(state, **self._options)
+
+
+def told_keys(missing: Iterable[str], unexpected: Iterable[str]) -> Any:
+    """The answer of ``nn.Module.load_state_dict``, with these keys."""
+    told = nn.Module().load_state_dict({})
+    told.missing_keys.extend(missing)
+    told.unexpected_keys.extend(unexpected)
+    return told
+
+
+def _as_loaded(
+    network: nn.Module, missing: list[str], unexpected: list[str]
+) -> tuple[list[str], list[str]]:
+    """Both kinds of keys in the order of PyTorch, which loads module by module."""
+    place = {path: n for n, (path, _) in enumerate(network.named_modules(remove_duplicate=False))}
+
+    def module(key: str) -> int:
+        path = key.rpartition(".")[0]
+        while path not in place:
+            path = path.rpartition(".")[0]
+        return place[path]
+
+    return sorted(missing, key=module), sorted(unexpected, key=module)
 
 
 def _make_buffers_again(task: Task, saved: Collection[str]) -> None:

@@ -156,13 +156,21 @@ class States:
 
         save_file(Path(path), make, group, holds="tensors")
 
-    def load_weights(self, path: PathLike) -> None:
-        """Load a file of weights, ours or another's. Collective."""
+    def load_weights(self, path: PathLike, **options: Any) -> Any:
+        """Load a file of weights, ours or another's; returns what ``load_state_dict`` does.
+
+        Collective.
+
+        Args:
+            path: The file.
+            options: Those of ``load_state_dict``, as ``strict``.
+        """
         source = Source.open_file(Path(path), self._holder.group(), holds="weights")
-        network = NetworkLoader(self._task, source, self._holder, with_others=False)
+        network = NetworkLoader(self._task, source, self._holder, options, with_others=False)
         self._agree_none(network.problems, path, "the network")
         source.verify(self._requests(network, []))
         self._load_network(network)
+        return network.told
 
     def load_optimizers(self, path: PathLike) -> None:
         """Load a file that ``save_optimizers`` made. Collective."""

@@ -390,9 +390,10 @@ class _Calls(nn.Module):
         return _under(prefix, found, {} if destination is None else destination)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, Any], strict: bool | None = None, assign: bool = False
     ) -> Any:
-        options = {"strict": strict, **({"assign": True} if assign else {})}
+        options = {} if strict is None else {"strict": strict}
+        options |= {"assign": True} if assign else {}
         return self._graphsplit_behind.load_state_dict(state_dict, options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Position
+from graphsplit.checkpoint.restore import told_keys
 from graphsplit.checkpoint.states import Loaded, Stateful, states_of
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
@@ -144,6 +145,18 @@ class _Predict(CallKind):
         share.task.network.eval()
 
 
+class _LoadNetwork(CallKind):
+    """Torch's own ``load_state_dict`` returns a named tuple, one of the user's anything."""
+
+    def pack(self, call: ModelCall, result: Any) -> Any:
+        is_torchs = isinstance(result, type(told_keys([], [])))
+        return pack({"keys" if is_torchs else "plain": result}, what="load_state_dict()")
+
+    def unpack(self, call: ModelCall, share: ModelSnapshot | None, node: Any) -> Any:
+        found = unpack(node, what="load_state_dict()")
+        return told_keys(*found["keys"]) if "keys" in found else found["plain"]
+
+
 class _Load(CallKind):
     def pack(self, call: ModelCall, result: Any) -> Any:
         values = {"position": vars(result.position), "extra": dict(result.extra)}
@@ -185,6 +198,7 @@ _KINDS: dict[str, CallKind] = {
     "eval": _Eval(),
     "predict": _Predict(),
     "load": _Load(),
+    "load_state_dict": _LoadNetwork(),
     "latest_checkpoint": _Path(),
 }
 _PLAIN = CallKind()

@@ -80,9 +80,9 @@ class ClusterState(Engine):
         """Collective: gather the network's full state on every worker."""
         return self._gatherer().gather_network()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> Any:
         """Load what this worker owns out of a full state."""
-        self._gatherer().load_network(state)
+        return self._gatherer().load_network(state, **options)
 
     def optimizer_state_dicts(self) -> list[dict[str, Any]]:
         """Collective: gather the optimizers' full states on every worker."""

@@ -327,9 +327,9 @@ class EagerEngine(Engine):
         found: dict[str, Any] = self._task.network.state_dict()
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> Any:
         """Load into the network."""
-        self._task.network.load_state_dict(state)
+        return self._task.network.load_state_dict(state, **options)
 
     def note_put(self, names: Sequence[str]) -> None:
         """Nobody takes snapshots."""

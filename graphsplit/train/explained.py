@@ -37,6 +37,7 @@ from graphsplit.profiling.trial_run import (
 )
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.settings import FAIL_FAST
 from graphsplit.text import no_attribute
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
@@ -330,3 +331,24 @@ def copies_kept(optimizer: torch.optim.Optimizer | None) -> float | None:
     if optimizer is None or kept is None:
         return None
     return float(max(kept(group) for group in optimizer.param_groups))
+
+
+def need_cluster(engine: Engine) -> ClusterEngine:
+    """The engine of a job that can be profiled.
+
+    Raises:
+        ConfigurationError: It is that of one process, or the job recovers from lost workers.
+    """
+    if not isinstance(engine, ClusterEngine):
+        raise ConfigurationError(
+            "profile measures what several workers do and wait for, and this is one process\n"
+            "  Fix: start the script with graphsplit run, or use torch.profiler."
+        )
+    job = joined.current()
+    if job is not None and job.recovery_policy != FAIL_FAST:
+        raise ConfigurationError(
+            f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
+            f"worker that comes back would have measured nothing\n"
+            f"  Fix: start the job with GS_RECOVERY=fail_fast to profile it."
+        )
+    return engine

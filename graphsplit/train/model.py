@@ -24,18 +24,24 @@ from graphsplit.planning.task import ReadBy
 from graphsplit.profiling.links import Links
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
-from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_loader, check_run
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.callbacks.watching import Validation, check_watched
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
-from graphsplit.train.explained import Explainer, Shown
+from graphsplit.train.explained import Explainer, Shown, need_cluster
 from graphsplit.train.metrics import Metric, as_metrics
-from graphsplit.train.steps import Calls, Steps, need_optimizer, stop_if_asked
+from graphsplit.train.steps import Calls, Steps, need_metrics, need_optimizer, stop_if_asked
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
 from graphsplit.witness import witness_for
+
+_ASSIGNED = (
+    "load_state_dict(assign=True) would put other parameters into the network than those that the "
+    "Model's optimizer steps\n"
+    "  Fix: leave assign out, which copies the values; or call net.load_state_dict(state, "
+    "assign=True) before the optimizer and the Model are made."
+)
 
 
 class Model(Shown, Steps):
@@ -234,7 +240,7 @@ class Model(Shown, Steps):
         check_run(epochs, loader, callbacks, steps, has_loss_fn=has_loss_fn)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         if validation is not None:
-            _need_metrics(self._metrics)
+            need_metrics(self._metrics)
             check_loader("validation", validation, has_loss_fn=has_loss_fn)
             callbacks.insert(0, Validation(validation))
         check_watched(callbacks, () if validation is None else self._metrics)
@@ -248,7 +254,7 @@ class Model(Shown, Steps):
         Raises:
             ConfigurationError: The Model has no metrics, a batch does not fit, or there is none.
         """
-        _need_metrics(self._metrics)
+        need_metrics(self._metrics)
         check_loader("eval", loader, has_loss_fn=self._task.loss_fn is not None)
         found = self._calls.eval(loader)
         stop_if_asked(self._engine, self._script)
@@ -309,7 +315,7 @@ class Model(Shown, Steps):
                 recovers from lost workers; or, at the end of the block, fewer than four steps of
                 one plan were run.
         """
-        return Profiling(_need_cluster(self._engine).profiler)
+        return Profiling(need_cluster(self._engine).profiler)
 
     def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
         """The placement that was resolved, as rules that give the same plan again.
@@ -354,21 +360,36 @@ class Model(Shown, Steps):
         """
         return self._stored.state_dict(to)
 
-    def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any] | PathLike,
+        strict: bool | None = None,
+        assign: bool = False,
+    ) -> Any:
         """Load a full state of the network, however it was placed when it was saved.
 
         Args:
             state: A state dictionary; or a safetensors file, of which each worker reads what it
                 owns. Workers that do not see the file are sent what they own.
+            strict: Whether the keys must be the network's own; None: as its ``load_state_dict``
+                has it, which is True.
+            assign: Must be False: values are copied into the parameters that the optimizer has.
 
         The network's own ``load_state_dict`` runs on every worker, hooks included.
+
+        Returns:
+            What that returns: ``missing_keys`` and ``unexpected_keys``. None where code of a
+            deferred network's own loads a file: that is when the network is made.
 
         Raises:
             StateError: It does not fit, or the network's code refuses it; the same on all workers,
                 which may catch it (for a dictionary in one process: what PyTorch raises).
             CheckpointError: The file is not there, or damaged.
+            ConfigurationError: ``assign`` is true.
         """
-        self._stored.load_state_dict(state)
+        if assign:
+            raise ConfigurationError(_ASSIGNED)
+        return self._stored.load_state_dict(state, {} if strict is None else {"strict": strict})
 
     def optimizer_state_dict(self, *, to: PathLike | None = None) -> Any:
         """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker.
@@ -465,32 +486,3 @@ class Model(Shown, Steps):
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
         return self._explainer.last_gradient_norm()
-
-
-def _need_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Raise ``ConfigurationError`` if there is nothing to evaluate."""
-    if not metrics:
-        raise ConfigurationError(
-            "eval needs metrics\n  Fix: Model(..., metrics={'Accuracy': gs.metrics.Accuracy()})."
-        )
-
-
-def _need_cluster(engine: Engine) -> ClusterEngine:
-    """The engine of a job that can be profiled.
-
-    Raises:
-        ConfigurationError: It is that of one process, or the job recovers from lost workers.
-    """
-    if not isinstance(engine, ClusterEngine):
-        raise ConfigurationError(
-            "profile measures what several workers do and wait for, and this is one process\n"
-            "  Fix: start the script with graphsplit run, or use torch.profiler."
-        )
-    job = joined.current()
-    if job is not None and job.recovery_policy != FAIL_FAST:
-        raise ConfigurationError(
-            f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
-            f"worker that comes back would have measured nothing\n"
-            f"  Fix: start the job with GS_RECOVERY=fail_fast to profile it."
-        )
-    return engine

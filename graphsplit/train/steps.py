@@ -247,6 +247,14 @@ def need_optimizer(task: Task, method: str) -> None:
         )
 
 
+def need_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise ``ConfigurationError`` if there is nothing to evaluate."""
+    if not metrics:
+        raise ConfigurationError(
+            "eval needs metrics\n  Fix: Model(..., metrics={'Accuracy': gs.metrics.Accuracy()})."
+        )
+
+
 def stop_if_asked(engine: Engine, script: Script, *, ends_step: bool = False) -> None:
     """Leave the script, together with all workers, if the job was asked to end.
 

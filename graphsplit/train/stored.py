@@ -61,15 +61,16 @@ class StoredState:
             save(to)
         return None
 
-    def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | PathLike, options: Mapping[str, Any]
+    ) -> Any:
         """Load a full state of the network, from memory or a file."""
         with self._in_step():
             if isinstance(state, (str, os.PathLike)):
                 self._engine.check_alike(os.fspath(state), loads=True)
-                self._states.load_weights(state)
-            else:
-                _check_mapping("load_state_dict: state", state)
-                self._engine.load_state_dict(state)
+                return self._states.load_weights(state, **options)
+            _check_mapping("load_state_dict: state", state)
+            return self._engine.load_state_dict(state, **options)
 
     def optimizer_state_dict(self, to: PathLike | None) -> Any:
         """The full state of the optimizer, or of each; None where it was streamed to a file."""
