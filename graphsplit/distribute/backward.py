@@ -153,6 +153,7 @@ class _Wanted:
             _refuse_unordered(calls, reads)
         for call in calls:
             call.state.totals = totals if is_added_up else None
+            call.state.is_kept = self.retain
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
         loop.is_followed = any(output.home != loop.rank for output in self.outputs) and not all(
             map(_needs_no_following, steps)
@@ -276,10 +277,10 @@ def _listed(given: Any) -> list[Any]:
 def _refuse_spent(calls: Sequence[Call]) -> None:
     if any(call.is_spent for call in calls):
         raise ConfigurationError(
-            "backward through a call of a distributed network for a second time: what it kept "
-            "was freed by the first one, with retain_graph=True as well\n"
-            "  Fix: add the losses and call backward once, as in (first + second).backward(); or "
-            "call the network again."
+            "backward through a call of a distributed network once more: what it kept was freed by "
+            "the one before\n"
+            "  Fix: pass retain_graph=True to the one before; or add the losses and call backward "
+            "once, as in (first + second).backward()."
         )
 
 

@@ -90,7 +90,7 @@ class Call:
         network: Who runs it.
         plan: Its plan.
         state: What forward has left for backward.
-        is_spent: Whether backward has run.
+        is_spent: Whether backward has run, and has freed what forward had left.
         entered: Inputs that gradients flow into, as the script gave them, by node.
         passed: Those among them whose later uses come through this call, by their place.
     """
@@ -170,7 +170,8 @@ class Call:
         for index, gradient in zip(self.passed, gradients, strict=True):
             node, value = entered[index]
             source = self.plan.plan.worker_of_sum(node)
-            value.take_back()
+            if not self.state.is_kept:
+                value.take_back()
             if gradient is not None and source != value.home:
                 gradient = loop.move(gradient, value.home, source)
             if gradient is not None and source == loop.rank:
@@ -237,7 +238,7 @@ class _Called(Function):
             if gradient is not None and workers[node] == ctx.loop.rank
         }
         ctx.loop.totals_now()
-        call.is_spent = True
+        call.is_spent = not call.state.is_kept
         given |= call.give_later(later, ctx.loop)
         call.network.backward(call, given, ctx.loop)
         inputs = [call.gradient_of_input(node, ctx.loop) for node in call.entered]

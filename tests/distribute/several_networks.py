@@ -276,7 +276,56 @@ def distilled(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield average(torch.ones(2, 8)).tolist(), student.state_dict(), average.state_dict()
 
 
+class Heads(nn.Module):
+    """Two heads on a trunk with dropout, a part of which is computed again in backward."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__()
+        self.trunk, self.again = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 1)
+        placed(self, [self.trunk, self.first, self.second, self.again], ranks)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each head says; the second one uses a weight of the trunk."""
+        h = checkpoint(self._recomputed, torch.relu(self.trunk(x)), use_reentrant=False)
+        return self.first(h), self.second(functional.linear(h, self.again.weight))
+
+    def _recomputed(self, h: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(torch.tanh(self.again(h)), 0.2, self.training)
+
+
+def kept(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Several backwards through the same calls, whose graphs are kept."""
+    heads, head = Heads(ranks), Twice()
+    placed(head, [head.first, head.second, head.last], ranks[::-1])
+    heads.first.weight.register_hook(lambda gradient: gradient * 2)
+    encoder, heads, head = map(distribute, (layers(8, 8, ranks=ranks[1:]), heads, head))
+    every = [p for net in (encoder, heads, head) for p in net.parameters()]
+    optimizer = torch.optim.SGD(every, lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 8, requires_grad=True)
+        one, two = heads(x)
+        yield torch.autograd.grad(one.square().mean(), x, retain_graph=True)
+        functional.cross_entropy(one, torch.arange(6) % 4).backward(retain_graph=True)
+        yield x.grad, [p.grad for p in heads.parameters()]
+        (two.square().mean() + one.mean()).backward(retain_graph=step == 1)
+        memory = encoder(torch.randn(6, 8))
+        scores, same = head(memory, torch.ones(8))
+        loss = scores.square().mean() + memory.sin().mean()
+        loss.backward(retain_graph=True)
+        yield [p.grad for p in every]
+        other = scores.abs().mean() + (memory.exp() + same).mean()
+        yield torch.autograd.grad(other, [memory, *head.parameters()], retain_graph=True)
+        other.backward(retain_graph=True)
+        memory.cos().sum().backward(retain_graph=True)
+        (loss * 2 + other + head.last.weight.square().sum()).backward()
+        yield x.grad, [p.grad for p in every], loss.item(), other.item()
+        optimizer.step()
+    yield optimizer.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
     *(adversaries, perturbed, chained, attended, nested, counted),
-    *(projected, distilled),
+    *(projected, distilled, kept),
 )

@@ -65,9 +65,10 @@ def penalty_at_first(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
 
 
 def backward_twice(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """Two backwards through one call."""
+    """A backward through a call whose graph the one before it has freed."""
     loss = distribute(small(ranks))(torch.randn(6, 8)).sum()
     loss.backward(retain_graph=True)
+    loss.backward()
     loss.backward()
     yield None
 
@@ -203,7 +204,7 @@ def data_of_another_worker(distribute: Distribute, ranks: list[int]) -> Iterator
         (written_into_a_tensor, "from an ordinary tensor"),
         (hook_and_penalty, "has a hook"),
         (penalty_at_first, "before the network's first call"),
-        (backward_twice, "add the losses and call backward once"),
+        (backward_twice, "pass retain_graph=True to the one before"),
         (second_derivative, "create_graph=True"),
         (functional, "torch.func (functional_call"),
         (backward_while_casting, "backward under torch.autocast"),

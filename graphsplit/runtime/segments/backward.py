@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.capture.operations.opaque_call import drawing_nothing, leaves_state
@@ -121,7 +122,7 @@ class BackwardBinder:
 
     def _bind_backward(self, instruction: Instruction) -> Action:
         segment, microbatch = instruction.operand, instruction.microbatch
-        io = self._plan.io[segment]
+        io, is_microbatched = self._plan.io[segment], self._plan.is_microbatched
         sums = [(root, self._plan.gradient_sums.get(root, ())) for root in io.roots]
         loss, given = self._plan.placed.graph.loss_node, self._plan.placed.graph.given_roots
         losses = {root for root in io.roots if self._plan.in_first_lane(root) == loss}
@@ -130,7 +131,6 @@ class BackwardBinder:
         nodes, contributions = self._plan.placed.graph.nodes, self._plan.contributions
         state_leaves = [nodes[contributions[c].value].is_state for c in leaves]
         made = frozenset(made_leaves(self._plan, instruction))
-        is_microbatched = self._plan.is_microbatched
         is_apart = instruction.opcode is Opcode.BACKWARD_INPUT
         pending = self.pending[segment] if is_apart else []
         asking = [*parameters, ANCHOR] if is_apart else parameters
@@ -142,8 +142,10 @@ class BackwardBinder:
 
         def run_backward(state: StepState) -> None:
             tensors, incoming = [], []
+            is_kept, roots, own = state.is_kept, state.roots[microbatch], state.leaves[microbatch]
+            roots, own = (roots.copy(), own.copy()) if is_kept else (roots, own)
             for root, terms in sums:
-                tensor = state.roots[microbatch].pop(root)
+                tensor = roots.pop(root)
                 if root in given:
                     later = _terms(state, microbatch, terms)
                     gradient = gradient_sum((state.given.get(root), *later))
@@ -157,19 +159,19 @@ class BackwardBinder:
                 if gradient is not None and tensor is not None and tensor.requires_grad:
                     tensors.append(tensor)
                     incoming.append(gradient)
-            own_leaves = state.leaves[microbatch]
-            inputs = [own_leaves.pop(c) for c in leaves]
+            inputs = [own.pop(c) for c in leaves]
             for index, terms in seeds:
                 gradient = _gradient_sum(state, microbatch, terms)
                 if gradient is not None and inputs[index] is not None:
                     tensors.append(inputs[index])
                     incoming.append(gradient)
             if state.totals is not None:
-                found = _backward_apart(tensors, incoming, inputs, parameters, state.totals)
+                totals = state.totals
+                found = _backward_apart(tensors, incoming, inputs, parameters, totals, is_kept)
                 state.collected[microbatch].update(zip(leaves, found, strict=True))
                 return
             fresh = [parameter for parameter in parameters if parameter.grad is None]
-            results = backward(tensors, incoming, inputs, asking, state_leaves)
+            results = backward(tensors, incoming, inputs, asking, state_leaves, is_kept=is_kept)
             state.collected[microbatch].update(
                 (c, result) for c, result in zip(leaves, results, strict=True) if c in made
             )
@@ -315,6 +317,8 @@ def backward(
     leaves: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
     state_leaves: Sequence[bool] = (),
+    *,
+    is_kept: bool = False,
 ) -> list[Gradient]:
     """Backward of one segment.
 
@@ -328,6 +332,7 @@ def backward(
         leaves: What others sent. None stands for a value of a branch that was not taken.
         parameters: What gets a ``.grad``.
         state_leaves: For each leaf, whether it stands for a parameter; empty: none does.
+        is_kept: Whether another backward may go the same way.
 
     Returns:
         The gradient of each leaf; of values the raw one, with the strides autograd gave it: what
@@ -350,12 +355,14 @@ def backward(
     run_torchs_backward(
         tuple(roots),
         tuple(root_gradients),
-        False,
+        is_kept,
         False,
         (*there, *parameters),
         True,
         accumulate_grad=True,
     )
+    for _, hook in nodes if is_kept else ():
+        hook.remove()
     del nodes
     for index, leaf in enumerate(leaves if any(state_leaves) else ()):
         if leaf is not None and state_leaves[index]:
@@ -369,6 +376,7 @@ def _backward_apart(
     leaves: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
     totals: dict[int, torch.Tensor],
+    is_kept: bool,
 ) -> list[Gradient]:
     """Backward of one segment that adds gradients of parameters to totals, not to ``.grad``.
 
@@ -381,6 +389,7 @@ def _backward_apart(
         leaves: What others sent.
         parameters: What gets a gradient.
         totals: The gradients so far, by the parameter's id.
+        is_kept: As for ``backward``.
     """
     for parameter in parameters:
         if roots and id(parameter) in totals:
@@ -390,7 +399,7 @@ def _backward_apart(
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
     hooks = [node.register_prehook(_taking(taken, index)) for index, node in enumerate(nodes)]
     OwnHooks.count += len(hooks)
-    found = backward(roots, root_gradients, leaves, parameters)
+    found = backward(roots, root_gradients, leaves, parameters, is_kept=is_kept)
     for hook in hooks:  # the graphs of earlier calls hold the same nodes
         hook.remove()
     for parameter, total in zip(parameters, taken, strict=True):
@@ -399,10 +408,11 @@ def _backward_apart(
     return found
 
 
-def _take_instead_of_adding(leaf: torch.Tensor, found: list[Gradient], index: int) -> Node:
+def _take_instead_of_adding(
+    leaf: torch.Tensor, found: list[Gradient], index: int
+) -> tuple[Node, RemovableHandle]:
     node = get_gradient_edge(leaf).node
-    node.register_prehook(_taking(found, index))
-    return node
+    return node, node.register_prehook(_taking(found, index))
 
 
 def _taking(found: list[Gradient], index: int) -> Callable[[tuple[Gradient, ...]], tuple[None]]:
