@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
@@ -76,6 +77,10 @@ class PythonValues:
     Args:
         recordings: A Model's recordings.
         task: Its network and loss.
+
+    Attributes:
+        built: What they lead to, as the script has built it: before callbacks and data sets changed
+            any. Of a place that is read later, this counts as what was there first.
     """
 
     def __init__(self, recordings: Recordings, task: Task) -> None:
@@ -84,6 +89,7 @@ class PythonValues:
         self._known: dict[Any, _Known] = {}
         self._losses: dict[int, Any] = {0: task.loss_fn}
         self._num_losses = 1
+        self.built: PlainContents | None = None
 
     def note_loss(self) -> None:
         """Note the loss that the script has given."""
@@ -96,15 +102,34 @@ class PythonValues:
     def note(self) -> None:
         """Note all places that are watched by now."""
         numbers = {id(loss): number for number, loss in self._losses.items()}
+        new: list[Any] = []
         for place, value, loss_fn, is_whole in self._recordings.places():
             known = self._known.get(place.identity)
             if known is None:
-                first = value if is_whole or self._can_be_filled(value) else reference_of(value)
+                new.append(place.identity)
                 self._known[place.identity] = _Known(
-                    place, first, numbers.get(id(loss_fn), -1), is_whole
+                    place, self._first(value, is_whole), numbers.get(id(loss_fn), -1), is_whole
                 )
             elif is_whole and not known.is_whole:
                 self._known[place.identity] = replace(known, is_whole=True)
+        if new and self.built is not None:
+            self._look_back(new, self.built)
+
+    def _first(self, value: Any, is_whole: bool) -> Any:
+        return value if is_whole or self._can_be_filled(value) else reference_of(value)
+
+    def _look_back(self, keys: Iterable[Any], built: PlainContents) -> None:
+        """Let what was changed before it was first read count as changed, where it can be kept."""
+        now = {key: freeze(self._known[key].place.read()) for key in keys}
+        with built.as_then():
+            for key, value in now.items():
+                known, then = self._known[key], self._known[key].place.read()
+                if same(value, then) or not _is_kept(with_names(value, self._task.network)):
+                    continue
+                place = self._named(*known.name)
+                if place is not None and place.identity == key:
+                    first = self._first(freeze(then), known.is_whole)
+                    self._known[key] = replace(known, first=first)
 
     def now(self) -> tuple[Values, Numbers]:
         """The snapshots of all places' present values, and the numbers of tensors in there."""

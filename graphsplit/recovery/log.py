@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
@@ -77,6 +78,7 @@ class ModelBefore:
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
         attributes: Plain attributes of the network and its loss that are other than before the
             first call, while nothing tells which are read; None later.
+        contents: What other objects, containers and closures hold that these lead to, until then.
     """
 
     share: ModelSnapshot
@@ -90,6 +92,7 @@ class ModelBefore:
     resumption: Resumption | None
     left_out: tuple[torch.Tensor, ...] = ()
     attributes: dict[str, Any] | None = None
+    contents: PlainContents | None = None
 
     @classmethod
     def of(cls, share: ModelSnapshot) -> ModelBefore:
@@ -107,7 +110,7 @@ class ModelBefore:
             changed,
             share.states.resumption,
             tuple(share.left_out()),
-            None if share.is_settled else share.states.python.saved(),
+            *((None, None) if share.is_settled else (share.states.python.saved(), share.built())),
         )
 
     @property
@@ -125,7 +128,8 @@ class ModelBefore:
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
-        if self.attributes is not None:
+        if self.attributes is not None and self.contents is not None:
+            self.contents.put_back()
             self.share.states.python.put(self.attributes)
         self.share.engine.planner.python_values.put(*self.python_values)
         self.share.change_again(self.changed)

@@ -39,15 +39,42 @@ def compare(script: Callable[..., Any], kills: dict[int, list[int]]) -> None:
     assert cluster.num_killed == num_kills
 
 
+class Slotted:
+    __slots__ = ("rates",)
+
+    def __init__(self) -> None:
+        self.rates = [1.0, 2.0]
+
+
+class Settings:
+    """An object of the user's that leads to others."""
+
+    def __init__(self) -> None:
+        self.scale, self.inner, self.extra = 1.0, Slotted(), {"shift": (0.5, 1)}
+
+
 class Scaled(nn.Module):
-    """Scales what its network computes by an entry of a dictionary."""
+    """Scales what its network computes by what objects, containers and a closure hold."""
 
     def __init__(self, *, place: bool) -> None:
         super().__init__()
-        self.net, self.entries = plain_net(place=place), {"scale": 1.0}
+        self.net, self.entries, self.settings = plain_net(place=place), {"scale": 1.0}, Settings()
+        in_closure = 1.0
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * in_closure
+
+        def change() -> None:
+            nonlocal in_closure
+            in_closure *= 0.9
+
+        self.scaled, self.change = scaled, change
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.net(x) * self.entries["scale"]
+        settings = self.settings
+        inner, shift = settings.inner.rates, settings.extra["shift"][0]
+        x = self.scaled(self.net(x) * self.entries["scale"])
+        return (x * settings.scale + shift) * inner[0] * inner[-1]
 
 
 def change(net: Any, optimizer: Any, what: str) -> None:
@@ -59,6 +86,13 @@ def change(net: Any, optimizer: Any, what: str) -> None:
         net[1].p *= 0.9
     elif what == "entry":
         net.entries["scale"] *= 0.9
+    elif what == "objects":
+        net.settings.scale *= 0.9
+        net.settings.inner.rates.append(net.settings.inner.rates[-1] * 0.9)
+        net.settings.extra["shift"] = (net.settings.extra["shift"][0] * 0.9, 1)
+    elif what == "others":
+        net.settings.inner.rates = [rate * 0.9 for rate in net.settings.inner.rates]
+        net.change()
     else:
         optimizer.param_groups[0]["lr"] *= 0.9
 
@@ -90,14 +124,15 @@ class Changing(gs.callbacks.Callback, Dataset[Any]):
 
 @pytest.mark.parametrize(("rank", "at"), [(0, 2), (1, 12), (2, 24), (0, 24), (1, 60)])
 @pytest.mark.parametrize("when", ["train", "epoch", "data"])
-@pytest.mark.parametrize("what", ["parameters", "dropout", "rate", "entry"])
+@pytest.mark.parametrize("what", ["parameters", "dropout", "rate", "entry", "objects", "others"])
 def test_what_was_changed_before_a_loss_counts_once(
     what: str, when: str, rank: int, at: int
 ) -> None:
     """Before the first snapshot of the job, and in an epoch that callbacks know has begun."""
 
     def script(*, place: bool) -> Any:
-        net = Scaled(place=place) if what == "entry" else plain_net(place=place)
+        is_plain = what in ("parameters", "dropout", "rate")
+        net = plain_net(place=place) if is_plain else Scaled(place=place)
         model = gs.Model(net, nn.CrossEntropyLoss(), sgd(net))
         changing = Changing(net, model, what, when)
         return trained(model, DataLoader(changing, batch_size=4), 2, changing)
@@ -178,22 +213,25 @@ def test_what_an_own_loop_changed_before_a_loss_counts_once(
 
 
 class Once(gs.callbacks.Callback):
-    """Sets a number of a module once, in the first epoch."""
+    """Changes something once, in the first epoch."""
 
-    def __init__(self, net: Any) -> None:
-        self.net = net
+    def __init__(self, net: Any, what: str) -> None:
+        self.net, self.what = net, what
 
     def on_epoch_begin(self, context: gs.callbacks.RunContext) -> None:
         if context.epoch == 1 and context.step == 0:
-            self.net[1].p = 0.2
+            change(self.net, None, self.what)
 
 
 @pytest.mark.parametrize(("rank", "at"), [(0, 30), (2, 48), (1, 75)])
-def test_a_number_that_was_set_before_anything_was_recorded_is_known(rank: int, at: int) -> None:
+@pytest.mark.parametrize("what", ["dropout", "objects", "others"])
+def test_a_number_that_was_set_before_anything_was_recorded_is_known(
+    what: str, rank: int, at: int
+) -> None:
     """The worker that comes back does not set it: training goes on in a later step."""
 
     def script(*, place: bool) -> Any:
-        net = plain_net(place=place)
-        return trained(gs.Model(net, nn.CrossEntropyLoss(), sgd(net)), None, 3, Once(net))
+        net = plain_net(place=place) if what == "dropout" else Scaled(place=place)
+        return trained(gs.Model(net, nn.CrossEntropyLoss(), sgd(net)), None, 3, Once(net, what))
 
     compare(script, {rank: [at]})

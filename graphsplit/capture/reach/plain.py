@@ -6,13 +6,17 @@ A data set that changes what a loss reads must lead to it: by an attribute, a cl
 from __future__ import annotations
 
 import gc
+import operator
 import types
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import Walk, is_iterator, names_in
@@ -21,6 +25,7 @@ from graphsplit.guards.values import BY_VALUE
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
 _MOST_ITEMS = 1000
 _OPAQUE = (torch.Tensor, np.ndarray)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _PLAIN = (type(None), Enum, *BY_VALUE)
 
 
@@ -114,6 +119,70 @@ class SharedValues:
             for number, holder in enumerate(shared)
             for text in sorted(now[holder.key] ^ self._before.get(holder.key, frozenset()))
         ]
+
+
+class PlainContents:
+    """The plain values that some code can reach, to be put back: in objects, containers, closures.
+
+    What is no plain value, nor a container of such alone, stays as it is; so do attributes and
+    tables of the modules themselves.
+
+    Args:
+        readers: What reads: a network, a loss.
+    """
+
+    def __init__(self, readers: Iterable[Any]) -> None:
+        modules = [m for one in readers if isinstance(one, nn.Module) for m in one.modules()]
+        tables = [value for one in modules for value in vars(one).values()]
+        apart = set(map(id, (*map(vars, modules), *tables)))
+        found = _PlainWalk(()).run(readers)[0]
+        own = (one for one in found if one.is_value and one.key not in apart)
+        self._then = [(one, [*one.entries()], _plain_in(one)) for one in own]
+
+    def put_back(self) -> list[tuple[Holder, dict[Any, Any]]]:
+        """Let all be as it was; returns what had changed, with what it held."""
+        changed: list[tuple[Holder, dict[Any, Any]]] = []
+        for holder, order, then in self._then:
+            entries, now = holder.entries(), _plain_in(holder)
+            is_as_then = then.keys() == now.keys() and all(
+                map(_is_one, then.values(), now.values())
+            )
+            if not is_as_then and ("" not in entries or "" in then):
+                changed.append((holder, entries))
+                held = {**{k: v for k, v in entries.items() if k not in now}, **then}
+                in_order = {key: held[key] for key in order if key in held}
+                holder.hold_entries({**in_order, **held})
+        return changed
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Let all be as it was, for a while."""
+        changed = self.put_back()
+        try:
+            yield
+        finally:
+            for holder, entries in changed:
+                holder.hold_entries(entries)
+
+
+def _plain_in(holder: Holder) -> dict[Any, Any]:
+    found = {k: v for k, v in holder.entries().items() if isinstance(k, _PLAIN)}
+    return {key: value for key, value in found.items() if _is_plain(value)}
+
+
+def _is_one(then: Any, now: Any) -> bool:
+    """Whether two plain values are one object; or contents that were read, of like ones."""
+    if isinstance(then, (list, frozenset)) and type(then) is type(now):
+        return len(then) == len(now) and all(map(operator.is_, then, now))
+    return then is now
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= _MOST_ITEMS and all(isinstance(one, _PLAIN) for one in value)
+    return isinstance(value, _PLAIN)
 
 
 def _texts(holders: Iterable[Holder]) -> dict[Any, frozenset[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import is_kept_name, register_again
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
@@ -156,6 +157,12 @@ class ModelSnapshot:
         if not given.is_same(self.task):
             self.task.loss_fn, self.task.optimizer = given.loss_fn, given.optimizer
             self.engine.renew()
+
+    def built(self) -> PlainContents:
+        """The plain values that network and loss lead to, as the script has built them."""
+        found = PlainContents((self.task.network, self.task.loss_fn))
+        self.engine.planner.python_values.built = found
+        return found
 
     def check_given(self) -> None:
         """Note what the script has given since the last call.
