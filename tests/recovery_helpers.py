@@ -28,7 +28,8 @@ from simulated.simulate import moved_to
 import graphsplit as gs
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.member.identity import failure_of
-from graphsplit.errors import GraphsplitError, PlanMismatchError
+from graphsplit.cluster.scheduler.job.divergence import describe_divergence
+from graphsplit.errors import CollectiveMismatchError, GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job import joined
 from graphsplit.job.control import ControlChannels
@@ -46,6 +47,7 @@ from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 DEADLINE_S = 240.0
+_MOST_PAUSES = 200  # of 10 ms, in which no worker makes a call
 _here = threading.local()
 
 
@@ -81,17 +83,30 @@ class Turns:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.deadline = time.monotonic() + DEADLINE_S
+        self.calls: dict[int, CallHistory] = {}
+        self._num_calls, self._num_pauses = -1, 0
 
     def pause(self) -> None:
         """Let others run for a moment. The caller holds ``changed``."""
         if time.monotonic() > self.deadline:
             raise TimeoutError("the simulated job hangs")
+        self._end_circle()
         if not hasattr(_here, "job"):  # a thread beside compute
             self.changed.wait(0.01)
             return
         state = Generators.now()
         self.changed.wait(0.01)
         state.put_back()
+
+    def _end_circle(self) -> None:
+        """End what the scheduler would, a little later: workers in other calls than each other."""
+        made = {rank: calls.made() for rank, calls in self.calls.items()}
+        num_calls = sum(calls.num for calls in made.values())
+        self._num_pauses = self._num_pauses + 1 if num_calls == self._num_calls else 0
+        self._num_calls = num_calls
+        within = [calls.within for calls in made.values()]
+        if self._num_pauses > _MOST_PAUSES and len({one and one.name for one in within}) > 1:
+            raise CollectiveMismatchError(describe_divergence(next(filter(None, within)), made))
 
     def wait_for(self, is_done: Callable[[], bool], abort: AbortSignal | None = None) -> None:
         while not is_done():
@@ -154,7 +169,7 @@ class ThreadMember:
 
     def __init__(self, cluster: ThreadCluster, seat: int, kill_at: int | None) -> None:
         self._cluster = cluster
-        self.recovery = cluster.policy
+        self.recovery = cluster.policy if cluster.is_recoverable else FAIL_FAST
         self.seat, self.num_seats = seat, cluster.num_workers
         self.seats = cluster.seats
         self.generation = cluster.generation
@@ -384,6 +399,7 @@ class ThreadCluster:
             kill_at = lives.pop(0) if lives else None
             _here.job = job = ThreadJob(self, rank, kill_at)
             job.thread = threading.current_thread()
+            self.turns.calls[rank] = job.member.position.calls
             for seat, (at, other) in list(self.joins.items()):
                 if other == rank:
                     del self.joins[seat]
@@ -415,6 +431,8 @@ class ThreadCluster:
 
         while True:
             try:
+                for action in job.at_end:
+                    action()
                 job.member.agree("finish", "")
                 return
             except MembershipChangedError:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +11,17 @@ import torch
 from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
-from graphsplit.distribute.parameters import InLoop, in_loop, mark_of
+from graphsplit.distribute.entries import Entries
+from graphsplit.distribute.parameters import in_loop, mark_of
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.asking import exchange
-from graphsplit.distribute.workers.here import Line, line_now
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import CollectiveMismatchError, ConfigurationError, OwnershipError
-from graphsplit.frames import is_users
+from graphsplit.errors import CollectiveMismatchError, ConfigurationError
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
-from graphsplit.torch_ext.attributes import BEFORE_STATE, writes_of
+from graphsplit.torch_ext.attributes import BEFORE_STATE
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 
 Owners = Callable[[], Mapping[int, int]]
@@ -67,7 +63,7 @@ class OptimizerState:
         owned: Steps what lives here.
         settled_at: How often networks had settled when ``owned`` was made.
         loaded: The entries that were taken over at last.
-        looked: Entries of this worker that the script has looked at by itself.
+        shown: What the script sees.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> None:
@@ -76,7 +72,7 @@ class OptimizerState:
         self.kept: Any = None
         self.owned: Any = None
         self.loaded: Any = None
-        self.looked: dict[int, _Looked] = {}
+        self.shown: Entries | None = None
         self.settled_at = -1
         self._told = f"{type(optimizer).__name__} of {_first_place(optimizer, Loop.of(job))}"
         optimizer.register_state_dict_pre_hook(self._put_whole)
@@ -89,7 +85,6 @@ class OptimizerState:
 
         def run() -> Any:
             loop.taken.note_step(optimizer, settings_of(optimizer), "state_dict")
-            self.note_written()
             self.take_given(optimizer)
             with self._job.reporting(), DisableTorchFunctionSubclass():
                 check_alike(loop, self._told, type(optimizer).__name__)
@@ -104,14 +99,13 @@ class OptimizerState:
     def _drop_others(self, optimizer: torch.optim.Optimizer) -> None:
         self.loaded = None
         self.take_given(optimizer)
+        hide_others(optimizer, Loop.of(self._job))
 
-    def note_written(self) -> None:
-        """Take note of entries that the script has written to, on this worker alone."""
-        for one in self.looked.values():
-            if _look(one.entry) != one.seen:
-                one.seen, what = _look(one.entry), f"optimizer.state of {one.known}"
-                taken = one.known.loop.taken
-                taken.note(what, (), [one.known.mark], is_write=True, line=one.line)
+    def shown_of(self, optimizer: torch.optim.Optimizer, loop: Loop) -> Entries:
+        """The entries of all workers, for the script."""
+        if self.shown is None or self.shown.here is not optimizer.state:
+            self.shown = Entries(optimizer.state, loop, optimizer, self._owners)
+        return self.shown
 
     def take_given(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over entries that were loaded, or that the script has set."""
@@ -173,105 +167,11 @@ def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState | None:
     return None if known is None else known()
 
 
-@dataclass
-class _Looked:
-    """An entry that one worker has looked at.
-
-    Attributes:
-        entry: The entry.
-        known: Its parameter.
-        line: Where the script did so.
-        seen: What tells how often it was written to.
-    """
-
-    entry: Any
-    known: InLoop
-    line: Line | None
-    seen: Any
-
-
-def _look(entry: Any) -> list[Any]:
-    tensors = (torch.is_tensor(v) and not v.is_inference() for v in entry.values())
-    return [
-        (key, id(value), writes_of(value) if is_counted else None)
-        for (key, value), is_counted in zip(entry.items(), tensors, strict=True)
-    ]
-
-
-class Entries(defaultdict[Any, Any]):
-    """The state of an optimizer between its steps, as the script sees it.
-
-    It answers for parameters that live here, and refuses what would be a part of the truth: to
-    look at all entries, or at one that another worker has. Torch and graphsplit see ``here``.
-
-    Attributes:
-        here: The entries of this worker.
-        loop: The workers.
-        looked: Where it says at which entries the script has looked.
-    """
-
-    def __init__(self, here: Any, loop: Loop, looked: dict[int, _Looked]) -> None:
-        super().__init__(dict)
-        self.here, self.loop, self.looked = here, loop, looked
-
-    def __reduce__(self) -> Any:
-        return self.here.__reduce__()
-
-    def refuse(self, name: str, args: tuple[Any, ...]) -> None:
-        """Refuse a method that the script calls, unless the answer is the same on all workers.
-
-        Raises:
-            OwnershipError: It is not.
-        """
-        key = args[0] if args else None
-        if name == "clear":
-            self.loop.taken.note("optimizer.state.clear", ())
-            return
-        if isinstance(key, torch.Tensor) and not is_elsewhere(key):
-            known = in_loop(key)
-            if known is not None and name in _WRITING:
-                marks = [known.mark]
-                self.loop.taken.note(f"optimizer.state.{name} of {known}", (), marks, is_write=True)
-            elif known is not None and (name == "__getitem__" or key in self.here):
-                entry = self.here[key]
-                self.looked[id(key)] = _Looked(entry, known, line_now(), _look(entry))
-            return
-        which = "all entries" if key is None else "the entry of a parameter on another worker"
-        raise OwnershipError(
-            f"optimizer.state was asked for {which} ({name}): each worker has those of the "
-            f"parameters that live there\n"
-            f"  Fix: optimizer.state_dict()['state'] has all of them, on every worker; load a "
-            f"changed copy.deepcopy of it by load_state_dict."
-        )
-
-
-_WRITING = ("__setitem__", "__delitem__", "pop", "setdefault")
-
-
-def _guarded(name: str) -> Any:
-    def guarded(self: Entries, *args: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
-            self.refuse(name, args)
-        return getattr(self.here, name)(*args)
-
-    return guarded
-
-
-for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__"),
-    *("__eq__", "__repr__", "get", "pop", "popitem", "setdefault", "keys", "values", "items"),
-    *("update", "clear", "copy"),
-):
-    setattr(Entries, _name, _guarded(_name))
-
-
 def hide_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """Let an optimizer's state say from now on that it is a part."""
     state = state_of(optimizer)
-    looked = {} if state is None else state.looked
-    for one in looked.values():
-        one.seen = _look(one.entry)
-    optimizer.state = Entries(optimizer.state, loop, looked)
+    assert state is not None
+    optimizer.state = state.shown_of(optimizer, loop)
 
 
 def show_here(optimizer: torch.optim.Optimizer) -> None:
@@ -288,6 +188,12 @@ def drop_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """
     leaves = pytree.tree_leaves([dict(entry) for entry in optimizer.state.values()])
     values = [leaf for leaf in leaves if not isinstance(leaf, LoopValue)]
+    for parameter, entry in optimizer.state.items():
+        known = in_loop(parameter)
+        for key, value in entry.items():
+            if known is not None and isinstance(value, LoopValue):
+                with torch.no_grad():
+                    entry[key] = value.at(known.owner)
     loop.taken.note(f"{type(optimizer).__name__}.state", values, is_write=True)
     forget_others(optimizer)
 

@@ -19,9 +19,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from graphsplit.distribute.entries import Entries
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import (
-    Entries,
     OptimizerState,
     forget_others,
     give_whole_state,
@@ -114,8 +114,6 @@ def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
         owned.settle(_whole(loop))
         state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
         state.owned, state.settled_at = owned, loop.num_settled
-    if state.looked:
-        state.note_written()
     if is_given and not loop.is_in_backward:  # else a hook of one worker's parameter steps
         state.take_given(optimizer)
     elif is_new and any(

@@ -196,14 +196,16 @@ class Leading:
             expected.runner.expect_first_value()
         ahead = self._planner.ahead(mode, batch.first)
         ticket = self._tickets.receive(leader)
+        has_drawn = ticket.drawn != position_of(torch.default_generator.get_state())
         if (ticket.shape, ticket.checksum) != (batch, checksum):
+            why = ", and one of them has drawn random numbers alone" if has_drawn else ""
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
-                f"{mode.step} {step + 1}\n"
+                f"{mode.step} {step + 1}{why}\n"
                 f"  Fix: pass the same tensors (and scale) on every worker, and let split and "
                 f"loss_weight depend on nothing else."
             )
-        if ticket.drawn != position_of(torch.default_generator.get_state()):
+        if has_drawn:
             raise other_generator((leader, self._job.rank), f"{mode.step} {step + 1}")
         self._planner.check_python_step(mode, batch.first, (ticket.python, leader), ahead)
 

@@ -229,31 +229,6 @@ def test_a_part_of_a_kept_state_that_would_have_moved_on_is_refused() -> None:
     assert 'parameter named "weight"' in told and "looked at after a step or another" in told
 
 
-def sum_of_moments(trained: Trained) -> None:
-    sum(float(entry["exp_avg"].abs().sum()) for entry in trained.optimizer.state.values())
-
-
-def number_of_entries(trained: Trained) -> None:
-    len(trained.optimizer.state)
-
-
-def all_entries(trained: Trained) -> None:
-    dict(trained.optimizer.state)
-
-
-def entry_of_each(trained: Trained) -> None:
-    for parameter in trained.net.parameters():
-        trained.optimizer.state[parameter]["exp_avg"].norm()
-
-
-@pytest.mark.parametrize("script", [sum_of_moments, number_of_entries, all_entries, entry_of_each])
-def test_a_part_of_an_optimizers_state_is_refused(script: Callable[[Trained], Any]) -> None:
-    with pytest.raises(OwnershipError, match=r"optimizer\.state was asked for") as caught:
-        on_workers(script)
-
-    assert "Fix: optimizer.state_dict()['state'] has all of them" in str(caught.value)
-
-
 def starts_anew(trained: Trained) -> Any:
     """An optimizer whose state is forgotten, by each of two ways."""
     trained.optimizer.state.clear()

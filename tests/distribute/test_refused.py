@@ -284,8 +284,6 @@ def of_each(rank: int, kind: str) -> Any:
             state = copy.deepcopy(optimizer.state_dict())
             state["state"][1]["exp_avg"] *= 1 + rank
             optimizer.load_state_dict(state)
-        if kind == "cleared" and rank:
-            optimizer.state.clear()
         losses.append(loss.item())
     return losses
 
@@ -293,7 +291,7 @@ def of_each(rank: int, kind: str) -> Any:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("rate", "beta", "targets", "weight", "loaded", "cleared"),
+        *("rate", "beta", "targets", "weight", "loaded"),
         *("emptied", "zeroed", "no gradient", "gradients"),
     ],
 )
@@ -464,7 +462,9 @@ def test_data_of_a_network_that_has_made_no_call_has_no_memory_of_others(kind: s
     with pytest.raises(gs.errors.ConfigurationError, match="have one memory") as caught:
         ThreadCluster(averaging, 2, is_recoverable=False).run()
 
-    assert "Fix: p.data" in str(caught.value)
+    assert "Fix: " in str(caught.value) and (
+        "p.data" in str(caught.value) or "clone()" in str(caught.value)
+    )
 
 
 class Graph(torch.nn.Module):

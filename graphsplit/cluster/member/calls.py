@@ -6,6 +6,7 @@ call that only some workers make is found when it stops the job, not when a dead
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ class CallHistory:
         self.reporting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.computing: Callable[[], bool] | None = None
         self._thread = 0  # that is in the open calls
-        self._skipped = own_and_torchs()
+        self._skipped = (*own_and_torchs(), contextlib.__file__)
         self._reads_alone = False
         self._refusal = ""
         self._process = os.getpid()

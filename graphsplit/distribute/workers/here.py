@@ -58,11 +58,12 @@ class FromOutside:
     Attributes:
         count: How many operations were noted, calls of networks, and backwards.
         checksum: Of all of them.
+        written: Of those that change what one worker has.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.checksum = 0
+        self.checksum = self.written = 0
         self._settings = Settings(())
         self._stepped: deque[weakref.ref[Any]] = deque(maxlen=_MOST_OPTIMIZERS)
         self._numbers: tuple[float, ...] = ()
@@ -76,7 +77,6 @@ class FromOutside:
         marks: Iterable[int] = (),
         *,
         is_write: bool = False,
-        line: Line | None = None,
     ) -> None:
         """Take note of an operation's operands; values of the loop are not among them.
 
@@ -86,24 +86,25 @@ class FromOutside:
             marks: What tells the values of the loop that it is given from others.
             is_write: Whether it changes what one worker has: the next message names it, for the
                 others do not know of it where they differ.
-            line: The user's line, where it is not the present one.
         """
         found: list[Any] = []
+        own = 0
         self.count += 1
         for operand in operands:
             if type(operand) in _NUMBERS:
                 found.append(operand)
             elif isinstance(operand, torch.Tensor):
                 if is_dense(operand):
-                    self.checksum = zlib.crc32(sample_of(operand), self.checksum)
+                    own = zlib.crc32(sample_of(operand), own)
                     found.append(operand.shape)
             elif isinstance(operand, _NUMBERS):
                 found.append(operand)
-        self.checksum = zlib.crc32(repr((name, found, [*marks])).encode(), self.checksum)
-        noted = name, found, line or line_now()
+        own = zlib.crc32(repr((name, found, [*marks])).encode(), own)
+        self.checksum = (self.checksum * 31 + own) & _SUM
+        noted = name, found, line_now()
         self._latest.append(noted)
         if is_write:
-            self._write = noted
+            self._write, self.written = noted, (self.written * 31 + own) & _SUM
 
     def note_emptied(self, mark: int) -> None:
         """Take note that the gradient of a parameter becomes None, or zeros."""
@@ -138,11 +139,11 @@ class FromOutside:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, this worker does something alone, as saving: what it meets does not count."""
-        count, checksum = self.count, self.checksum
+        before = self.count, self.checksum, self.written
         try:
             yield
         finally:
-            self.count, self.checksum = count, checksum
+            self.count, self.checksum, self.written = before
 
     def compare(
         self,
@@ -190,11 +191,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
-Line = tuple[CodeType, int]
-_Noted = tuple[str, list[Any], Line | None]  # with the user's line
+_Noted = tuple[str, list[Any], tuple[CodeType, int] | None]  # with the user's line
 
 
-def line_now() -> Line | None:
+def line_now() -> tuple[CodeType, int] | None:
     """The user's innermost line of the stack that runs; quickly, as it is asked in every step."""
     frame = users_frame(sys._getframe(2))
     return None if frame is None else (frame.f_code, frame.f_lineno)

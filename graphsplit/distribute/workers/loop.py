@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from graphsplit.cluster.wire.messages import ASKING
+from graphsplit.cluster.wire.messages import ASKING, END_OF_SCRIPT
 from graphsplit.distribute.workers.here import WITHOUT_PLACE, FromOutside, Here
 from graphsplit.distribute.workers.left_values import LeftValues
 from graphsplit.distribute.workers.twins import Twins
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -79,6 +79,30 @@ class Loop:
         self.left = LeftValues(self.twins)
         self.given: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
         self._totals: dict[int, torch.Tensor] | None = None
+        job.at_end.append(self._compare_at_end)
+
+    def _compare_at_end(self) -> None:
+        """Writes of one worker alone, since the last message, end the job here.
+
+        Raises:
+            LoaderMismatchError: One has.
+        """
+        if self.job.is_stopping or not self.residences:
+            return
+        calls = self.job.member.position.calls
+        calls.begin(END_OF_SCRIPT)
+        try:
+            told = self.group.exchange(f"{self.taken.written} {self.taken.latest_write()}")
+        finally:
+            calls.end()
+        sums, _, writes = zip(*(one.partition(" ") for one in told), strict=True)
+        if len(set(sums)) > 1:
+            ends = "; ".join(f"worker {n} came to it{one}" for n, one in enumerate(writes))
+            raise LoaderMismatchError(
+                f"the workers have changed parameters, gradients, hooks or optimizers differently "
+                f"by the end of the script: {ends}\n"
+                f"  Fix: let all workers do so, none below an `if` on the rank."
+            )
 
     @staticmethod
     def of(job: Job) -> Loop:

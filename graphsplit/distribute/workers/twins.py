@@ -118,5 +118,5 @@ def _error(twin: Twin, then: str) -> ConfigurationError:
     return ConfigurationError(
         f"{twin.name} of a parameter was set to a value of another worker, {then}: in one process "
         f"both have one memory\n"
-        f"  Fix: p.{twin.name} = value.clone(), there and in one process."
+        f"  Fix: set it to value.clone(), there and in one process."
     )
