@@ -64,10 +64,14 @@ class Computed:
         return known[id(self)]
 
     def __str__(self) -> str:
+        return self.of("lifted {}".format)
+
+    def of(self, name: Callable[[int], str]) -> str:
+        """How it is made, with a name for each lifted number by its position."""
         if self.function is None:
-            return f"lifted {self.arguments[0]}"
-        name = getattr(self.function, "__name__", str(self.function))
-        return f"{name}({', '.join(map(str, self.arguments))})"
+            return name(self.arguments[0])
+        made = (a.of(name) if isinstance(a, Computed) else str(a) for a in self.arguments)
+        return f"{getattr(self.function, '__name__', self.function)}({', '.join(made)})"
 
 
 def value_of(value: Any, lifted: Sequence[Any], known: dict[int, Any] | None = None) -> Any:
@@ -93,9 +97,13 @@ class Change:
     is_read: bool
     held_at: tuple[tuple[Place, Any], ...] = ()
 
-    def __str__(self) -> str:
-        new = str(self.new) if isinstance(self.new, Computed) else shown(self.new)
-        return f"{self.place.label} from {shown(self.old)} to {new}"
+    def named(self, lifted: Sequence[Place]) -> str:
+        """The change for people; of a lifted number its value is no part of it."""
+        is_lifted = isinstance(self.old, (Computed, *SYMBOLIC))
+        before = "" if is_lifted else f" from {shown(self.old)}"
+        is_made = isinstance(self.new, Computed)
+        new = self.new.of(lambda number: lifted[number].label) if is_made else shown(self.new)
+        return f"{self.place.label}{before} to {new}"
 
     def told(self) -> str:
         """The place and what is left there, as every worker would say it."""

@@ -377,6 +377,39 @@ def test_a_network_that_is_placed_on_one_worker_is_as_it_was_meant(
     assert warned_by(caplog, script) == []
 
 
+class Annealed(nn.Module):
+    """Counts its calls, and changes a number at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.beta = nn.Linear(2, 2), 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.beta = self.beta * 0.99
+        self.mean = x.mean(0)  # torch looks into its tables for it
+        made: torch.Tensor = self.layer(x) * self.beta + self.calls
+        return made
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+def test_what_a_step_leaves_is_told_by_the_names_that_users_know() -> None:
+    def script(_: int) -> str:
+        net = Annealed()
+        net.layer.place("MS_WORKER", 0)
+        model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(6):
+            model.train_step(torch.ones(2, 2), torch.ones(2, 2))
+        return model.explain(detail="state")
+
+    for text in ThreadCluster(script, 2, is_recoverable=False).run():
+        left = text[text.index("Left by network and loss") :].splitlines()[1:]
+        assert "  net.calls to add(net.calls, 1)" in left
+        assert "  net.beta to mul(net.beta, 0.99)" in left
+        assert not re.search(r"\b(s|zf)\d+\b|lifted \d|_non_persistent|kept net", text)
+
+
 WRONG_KINDS: dict[str, Callable[[gs.Model], object]] = {
     "save: path is 5": lambda model: model.save(5),  # type: ignore[arg-type]
     "save: extra is 5": lambda model: model.save("never", extra=5),  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Literal
 
+from torch import nn
+
 from graphsplit.capture.graph import NodeKind
 from graphsplit.guards.check import Watched
 from graphsplit.guards.places import Place, PlaceKind
@@ -192,6 +194,7 @@ def _chain(stops: Sequence[int]) -> str:
 
 _WIDTH = 100
 _OF_TORCH = "torch."
+_TABLES = frozenset(name for name in vars(nn.Module()) if name.startswith("_"))
 _OF_MODULES = ("training", "forward")  # they count of every module, whether somebody reads them
 
 
@@ -212,7 +215,10 @@ def state_sections(plan: PartitionPlan) -> list[tuple[str, list[str]]]:
             _table((w.place, shown(w.value)) for w in values),
         ),
         ("Numbers that are operands", _table((p, shown(p.read())) for p in state.lifted.places)),
-        ("Left by network and loss at each call", list(map(str, state.changes))),
+        (
+            "Left by network and loss at each call",
+            [change.named(state.lifted.places) for change in state.changes],
+        ),
         ("Functions and classes that run", _row(place.label for place in code)),
         (
             "Modules whose class, children, parameters, buffers, hooks, forward and training count",
@@ -230,7 +236,8 @@ def _is_table(watched: Watched) -> bool:
 
 def _is_of_module(watched: Watched) -> bool:
     """Whether it counts because the module is used, and nobody's line has read it."""
-    return watched.place.key in _OF_MODULES and not watched.place.source
+    place = watched.place
+    return place.key in _TABLES or (place.key in _OF_MODULES and not place.source)
 
 
 def _is_of_torch(watched: Watched) -> bool:
