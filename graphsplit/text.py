@@ -6,8 +6,42 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePath
+from typing import Any
+
+from graphsplit.errors import ConfigurationError
 
 _CUT = "\n... ({} characters left out) ...\n"
+
+
+def described(value: Any) -> str:
+    """A value that is of a wrong kind, for an error: its type, or the class that it is."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}; did you mean {value.__name__}(...)?"
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """``a train step``, ``an eval step``."""
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def need(call: str, name: str, value: Any, is_right: object, expected: str) -> None:
+    """Refuse an argument of a public function that is of a wrong kind.
+
+    Args:
+        call: The function, as users write it: ``"gs.loop"``.
+        name: The argument's name.
+        value: The argument.
+        is_right: Whether it is one.
+        expected: In words: ``"True or False"``.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if not is_right:
+        is_short = isinstance(value, (bool, int, float, str, type(None)))
+        shown = repr(value)[:80] if is_short else described(value)
+        raise ConfigurationError(f"{call}: {name}={shown}\n  Fix: pass {expected}.")
 
 
 def join_numbers(numbers: Iterable[int], *, most: int = 32) -> str:

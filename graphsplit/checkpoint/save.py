@@ -214,7 +214,7 @@ def save_file(path: Path, make: Make, group: WorkerGroup, *, holds: str) -> None
     info = FileInfo(_all_aliases(contents, group), sections)
     tensors = contents.weights if holds == "weights" else contents.tensors
     stream_file(path, tensors, info, group, problems)
-    group.agree_none(problems)
+    group.agree_none([f"{problem}{_way_out(problem)}" for problem in problems])
 
 
 def stream_file(

@@ -17,6 +17,7 @@ from graphsplit.frames import line_now
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
+from graphsplit.text import need
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,15 @@ class Making:
             ConfigurationError: There is no such worker, or it does not take part.
         """
         job, line = joined.current(), line_now(sys._getframe(1))
+        if ranks is not None:
+            is_several = isinstance(ranks, Iterable) and not isinstance(ranks, str)
+            need(
+                name, "ranks", ranks, is_several, "the ranks that take part, as in [0, 2], or None"
+            )
+            ranks = list(ranks)
+            need(name, "ranks", ranks, ranks, "at least one rank, or None for all workers")
+        for rank in (*(ranks or ()), *(() if root is None else (root,))):
+            _check_kind(name, rank)
         if job is None:
             return cls(name, line, None, (0,), 0)
         members = tuple(job.ranks) if ranks is None else tuple(sorted(set(ranks)))
@@ -119,11 +129,17 @@ def pass_value(name: str, peer: int, values: Sequence[Any]) -> Any:
         ConfigurationError: There is no such worker; or lost workers may come back.
     """
     job, line = joined.current(), line_now(sys._getframe(1))
+    _check_kind(name, peer)
     if job is None:
-        raise ConfigurationError(f"{name}: there is one process, and no worker {peer}")
+        raise ConfigurationError(
+            f"{name}: there is one process, and no worker {peer}\n"
+            f"  Fix: call it where gs.get_world_size() > 1, or start the script by graphsplit run."
+        )
     _check_rank(name, peer, job)
     if peer == job.rank:
-        raise ConfigurationError(f"{name}: worker {peer} is this one")
+        raise ConfigurationError(
+            f"{name}: worker {peer} is this one\n  Fix: name another worker, or use the value."
+        )
     if job.script.gives_again:
         raise ConfigurationError(
             f"{name} is a call of two workers; where lost workers may come back, only calls of all "
@@ -135,10 +151,16 @@ def pass_value(name: str, peer: int, values: Sequence[Any]) -> Any:
         return pass_on(PartOfJob(job.sent, ends), values)
 
 
-def _check_rank(name: str, rank: Any, job: Job) -> None:
-    if type(rank) is not int or not 0 <= rank < job.num_workers:
+def _check_kind(name: str, rank: Any) -> None:
+    """Refuse a rank that no job has; in one process nobody knows how many workers there are."""
+    need(name, "a rank", rank, type(rank) is int and rank >= 0, "a worker's rank, an int from 0 on")
+
+
+def _check_rank(name: str, rank: int, job: Job) -> None:
+    if rank >= job.num_workers:
         raise ConfigurationError(
-            f"{name}: there is no worker {rank!r}; the job has workers 0 to {job.num_workers - 1}"
+            f"{name}: there is no worker {rank}; the job has workers 0 to {job.num_workers - 1}\n"
+            f"  Fix: name one of these, or start the job with more workers."
         )
 
 

@@ -67,7 +67,7 @@ class RankReduction:
         Raises:
             ConfigurationError: There is none.
         """
-        if op not in _OF_TWO:
+        if not isinstance(op, str) or op not in _OF_TWO:
             raise ConfigurationError(f"{name}: op={op!r}; expected one of {', '.join(_OF_TWO)}")
         reduction, dtype = cls(op), tensor_of(value).dtype
         if dtype is torch.bool and op not in ("min", "max"):

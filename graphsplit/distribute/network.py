@@ -48,6 +48,7 @@ from graphsplit.torch_ext.private import (
 )
 from graphsplit.torch_ext.stand_ins import StandIn
 from graphsplit.torch_ext.steering import owned_state
+from graphsplit.train.arguments import problems_of_dynamic_dims
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -90,6 +91,11 @@ def distribute(
             recovers, and has a ``Model`` besides.
     """
     _check(net)
+    problems = problems_of_dynamic_dims(dynamic_dims)
+    if unplaced not in ("affinity", "worker0"):
+        problems.append(f"unplaced={unplaced!r}; expected 'affinity' or 'worker0'")
+    if problems:
+        raise ConfigurationError("distribute(...): " + "\n  ".join(problems))
     joined.init_late()
     job = joined.current()
     if job is None or job.num_workers == 1:

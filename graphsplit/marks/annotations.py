@@ -23,6 +23,7 @@ from torch import nn
 
 from graphsplit.errors import PlacementError
 from graphsplit.marks.workers import UnknownWorkerError, numbered
+from graphsplit.text import need
 
 WORKER_ROLE = "MS_WORKER"
 _MODULE_ATTRIBUTE = "_graphsplit_placement"
@@ -467,6 +468,7 @@ class PlaceableOperation(Generic[P, R]):
 
 def op(function: Callable[P, R]) -> PlaceableOperation[P, R]:
     """Make a function placeable: ``gs.op(torch.add).place("MS_WORKER", 1)(a, b)``."""
+    need("gs.op", "function", function, callable(function), "a function, as torch.add")
     return PlaceableOperation(function)
 
 

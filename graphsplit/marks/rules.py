@@ -36,6 +36,7 @@ from graphsplit.marks.pattern import (
     read_slice,
 )
 from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule, hidden_rules, read_rules
+from graphsplit.text import need
 from graphsplit.torch_ext.attributes import named_tensors
 
 _RULES_ATTRIBUTE = "_graphsplit_rules"
@@ -101,6 +102,9 @@ def apply_placement(network: NetworkT, source: Mapping[str, Any] | str | Path) -
             ``.place`` in the code, bad ranks, unknown keys. All of them are listed. Rules of
             operations that match nothing are found when a plan is made.
     """
+    is_swapped = isinstance(source, nn.Module)
+    why = "the network first: gs.apply_placement(network, source)" if is_swapped else "a module"
+    need("gs.apply_placement", "network", network, isinstance(network, nn.Module), why)
     caller = callers_line(2)
     if is_planned(network):
         raise PlacementError(

@@ -16,7 +16,7 @@ from graphsplit.partition.plan import Edge, PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.schedule.costs import Costs, Host, LinkCost
-from graphsplit.text import align
+from graphsplit.text import align, need
 from graphsplit.viz.report import seconds_in_words
 
 Links = str | os.PathLike[str] | Mapping[tuple[int, int], tuple[float, float]]
@@ -41,6 +41,8 @@ def with_links(costs: Costs, links: Links, num_workers: int) -> Costs:
     """
     if isinstance(links, Mapping):
         return replace(costs, links={**costs.links, **dict(_given(links, num_workers))})
+    is_file = isinstance(links, (str, os.PathLike))
+    need("explain", "links", links, is_file, "a file of doctor --save-links, or a dict")
     measured = read_links(Path(links))
     host_of = {rank: host.name for host in measured.hosts for rank in host.workers}
     missing = [rank for rank in range(num_workers) if rank not in host_of]

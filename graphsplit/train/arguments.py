@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from graphsplit.batches.microbatches import Divider
 from graphsplit.errors import ConfigurationError
@@ -21,6 +22,7 @@ from graphsplit.planning.task import Task
 from graphsplit.runtime.segments.compiled import compiler_of, problems_of_compile
 from graphsplit.schedule.auto import POLICIES
 from graphsplit.settings import FAIL_FAST
+from graphsplit.text import described
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import as_metrics, can_count
 
@@ -65,14 +67,6 @@ def _problems_of_policy(policy: Any) -> list[str]:
     return []
 
 
-def described(value: Any) -> str:
-    """A value that is of a wrong kind, for an error: its type, or the class that it is."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}; did you mean {value.__name__}(...)?"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
 def _is_batch(loader: Any, *, has_loss_fn: bool) -> bool:
     """Whether what should yield batches is one."""
     if isinstance(loader, (torch.Tensor, Mapping)):
@@ -88,7 +82,7 @@ def problems_of_loader(loader: Any, *, has_loss_fn: bool) -> list[str]:
             f"loader is {described(loader)} of tensors; did you pass a batch? expected something "
             f"that yields batches, as in [batch]"
         ]
-    if isinstance(loader, Iterable):
+    if isinstance(loader, Iterable) and not isinstance(loader, (str, bytes)):
         return []
     is_data = isinstance(loader, torch.utils.data.Dataset)
     hint = "; did you mean DataLoader(...) of it?" if is_data else ""
@@ -103,7 +97,7 @@ def check_loader(method: str, loader: Any, *, has_loss_fn: bool) -> None:
 
 
 def check_run(
-    epochs: Any, loader: Any, callbacks: Any, steps: Any = None, *, has_loss_fn: bool
+    epochs: Any, loader: Any, callbacks: Any, steps: Any, resume: Any, *, has_loss_fn: bool
 ) -> None:
     """Refuse arguments of ``train`` that are of a wrong kind.
 
@@ -116,6 +110,8 @@ def check_run(
         problems.append(f"epochs is {shown}; expected an int of 0 or more")
     if steps is not None and not _is_count(steps, 1):
         problems.append(f"steps={steps!r}; expected an int of 1 or more, or None")
+    if not isinstance(resume, bool):
+        problems.append(f"resume={resume!r}; expected True or False")
     problems += problems_of_loader(loader, has_loss_fn=has_loss_fn)
     if not isinstance(callbacks, (list, tuple)):
         problems.append(f"callbacks is {described(callbacks)}; expected a list of callbacks")
@@ -129,7 +125,8 @@ def check_run(
         raise ConfigurationError("train(...): " + "\n  ".join(problems))
 
 
-def _problems_of_dynamic_dims(dynamic_dims: Any) -> list[str]:
+def problems_of_dynamic_dims(dynamic_dims: Any) -> list[str]:
+    """Problems of ``dynamic_dims``, in words."""
     if dynamic_dims is None:
         return []
     if not isinstance(dynamic_dims, Mapping):
@@ -234,9 +231,14 @@ class ModelArguments:
 
     def _problems_of_what_runs(self) -> list[str]:
         net, loss_fn, autocast = self.net, self.loss_fn, self.autocast
-        problems = _problems_of_dynamic_dims(self.dynamic_dims)
+        problems = problems_of_dynamic_dims(self.dynamic_dims)
         if not isinstance(net, nn.Module):
             problems.append(f"net is {described(net)}; expected a torch.nn.Module")
+        elif isinstance(net, _Loss) and isinstance(loss_fn, nn.Module):
+            problems.append(
+                f"net is the loss {type(net).__name__}, and loss_fn a module; did you mean "
+                f"Model(net, loss_fn, optimizer)?"
+            )
         if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
             problems.append(f"loss_fn is {described(loss_fn)}; expected a function or a module")
         problems += rules_problems(self.optimizer, self.clip, self.scaler)
@@ -254,8 +256,14 @@ class ModelArguments:
         problems += _problems_of_metrics(self.metrics)
         problems += _problems_of_microbatches(self.microbatches, self.split, self.loss_weight)
         problems += _problems_of_schedule(self.schedule)
-        if not isinstance(self.keep_outputs, bool):
-            problems.append(f"keep_outputs={self.keep_outputs!r}; expected True or False")
+        problems += [
+            f"{name}={value!r}; expected True or False"
+            for name, value in (
+                ("keep_outputs", self.keep_outputs),
+                ("set_to_none", self.set_to_none),
+            )
+            if not isinstance(value, bool)
+        ]
         job = joined.current()
         recovers = job is not None and job.recovery_policy != FAIL_FAST
         if self.keep_outputs is True and job is not None and recovers:

@@ -237,7 +237,7 @@ class Model(Shown, Steps):
         """
         need_optimizer(self._task, "train")
         has_loss_fn = self._task.loss_fn is not None
-        check_run(epochs, loader, callbacks, steps, has_loss_fn=has_loss_fn)
+        check_run(epochs, loader, callbacks, steps, resume, has_loss_fn=has_loss_fn)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         if validation is not None:
             need_metrics(self._metrics)
@@ -435,7 +435,7 @@ class Model(Shown, Steps):
             CheckpointError: It could not be saved; the same on every worker, and a save that was
                 there before still is.
         """
-        self._stored.save(path, gather, extra or {})
+        self._stored.save(path, gather, {} if extra is None else extra)
 
     def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
         """Load a whole training state, from any number of workers and any placement.
@@ -454,7 +454,7 @@ class Model(Shown, Steps):
             CheckpointError: There is no complete save there, or it is damaged.
             StateError: It does not fit; lists all that does not. Nothing was loaded.
         """
-        return self._stored.load(path, extra or {})
+        return self._stored.load(path, {} if extra is None else extra)
 
     @property
     def position(self) -> Position:

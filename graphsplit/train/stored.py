@@ -13,6 +13,7 @@ from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.checkpoint.states import Loaded, PathLike, States
 from graphsplit.errors import CheckpointError, ConfigurationError, GraphsplitError, StateError
 from graphsplit.planning.task import Task
+from graphsplit.text import need
 from graphsplit.train.engine import Engine
 
 
@@ -95,6 +96,9 @@ class StoredState:
                 f"{len(self._task.optimizers)} optimizers"
             )
         with self._in_step():
+            for one in states:
+                has_all = isinstance(one, Mapping) and {"state", "param_groups"} <= one.keys()
+                need("load_optimizer_state_dict", "state", one, has_all, _OF_OPTIMIZER)
             self._engine.load_optimizer_state_dicts(states)
 
     @property
@@ -106,6 +110,7 @@ class StoredState:
         """Save the whole training state into a folder."""
         with self._in_step():
             check_path("save: path", path)
+            need("save", "gather", gather, isinstance(gather, bool), "True or False")
             _check_mapping("save: extra", extra)
             self._engine.check_alike(None if gather else os.fspath(path))
             self._states.save(path, gather=gather, extra=extra)
@@ -119,6 +124,9 @@ class StoredState:
             return self._states.load(path, extra=extra)
 
 
+_OF_OPTIMIZER = "what optimizer_state_dict() gave, with 'state' and 'param_groups'"
+
+
 def _check_mapping(what: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{what} is {value!r}; expected a dictionary")
+        raise ConfigurationError(f"{what} is {value!r}; expected a dictionary\n  Fix: pass one.")

@@ -16,6 +16,7 @@ from graphsplit.errors import PlanMismatchError
 from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.values import MISSING, shown
 from graphsplit.planning.task import Task
+from graphsplit.text import with_article
 
 LOSS, OPTIMIZER, AGAIN = "model.loss_fn", "model.optimizer", "model.loss_fn and model.optimizer"
 
@@ -187,7 +188,7 @@ def compare(
     if bool(mine.settings) is not bool(leaders.settings):
         other = "a call that does not train" if mine.settings else "one of training"
         raise PlanMismatchError(
-            f"worker {rank} is in a {mode.step}, worker {leader} in {other}\n"
+            f"worker {rank} is in {with_article(mode.step)}, worker {leader} in {other}\n"
             f"  Fix: every worker makes the same calls in the same order; call eval() and the like "
             f"on every worker, and not below an `if` on the rank."
         )
@@ -202,8 +203,8 @@ def compare(
     # In the first line, which all workers and the scheduler tell.
     differing = "; ".join(dict.fromkeys(lines)) or "they have seen other states before"
     raise PlanMismatchError(
-        f"the Python values that a step depends on differ before a {mode.step} of workers "
-        f"{leader} and {rank}: {differing}\n"
+        f"the Python values that a step depends on differ before {with_article(mode.step)} of "
+        f"workers {leader} and {rank}: {differing}\n"
         f"  Fix: let the script change them on every worker alike; what differs by right must not "
         f"decide what network and loss compute."
     )

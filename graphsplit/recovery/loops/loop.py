@@ -9,6 +9,7 @@ from typing import Any
 from graphsplit.job import joined
 from graphsplit.recovery.loops.body import Body
 from graphsplit.recovery.loops.script import LoopScript
+from graphsplit.text import need
 
 
 def loop(
@@ -45,6 +46,11 @@ def loop(
         ConfigurationError: The loop could not go on after a loss: its body changes a variable, or
             uses an object with a state, that is not kept; an object to be kept has no state.
     """
+    is_loader = isinstance(source, Iterable) and not isinstance(source, (str, bytes))
+    need("gs.loop", "source", source, is_loader, "a loader, or a range as in range(3)")
+    is_several = isinstance(keep, Sequence) and not isinstance(keep, str)
+    need("gs.loop", "keep", keep, is_several, "a list, as in keep=[optimizer, scheduler]")
+    need("gs.loop", "numbered", numbered, isinstance(numbered, bool), "True or False")
     job = joined.current()
     if job is None or not isinstance(job.script, LoopScript):
         return enumerate(source) if numbered else iter(source)
