@@ -25,7 +25,7 @@ from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.parameter_hooks import HookState, draws, hook_tables, line_of, state_of
 from graphsplit.partition.checks.given_roots import unordered_parameters
-from graphsplit.runtime.segments.autograd import accumulate_all
+from graphsplit.runtime.segments.autograd import accumulate_all, held_elsewhere
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
     GRADIENT_HOOKS,
@@ -217,7 +217,8 @@ class _Wanted:
     def add(self, totals: dict[int, torch.Tensor], found: Any) -> None:
         """Add once to ``.grad`` what was found."""
         if self.inputs is None:
-            known = {key: self._by_id()[key] for key in totals}
+            ends = [self._by_id()[key] for key in totals]
+            gradients = list(totals.values())
         else:
             known = {id(one): one for one in self.inputs if id(one) in totals}
             pairs = [
@@ -225,10 +226,12 @@ class _Wanted:
                 for one, gradient in zip(self.inputs, found, strict=True)
                 if gradient is not None
             ]
-            accumulate_all([one for one, _ in pairs], [gradient for _, gradient in pairs], ())
+            ends = [*(one for one, _ in pairs), *known.values()]
+            gradients = [*(gradient for _, gradient in pairs), *(totals[key] for key in known)]
+            del pairs
         self.loop.twins.note_backward()
         with torch.no_grad():
-            accumulate_all(list(known.values()), [totals[key] for key in known], ())
+            accumulate_all(ends, gradients, held_elsewhere(gradients))
 
     def _by_id(self) -> dict[int, torch.Tensor]:
         known: dict[int, torch.Tensor] = {}

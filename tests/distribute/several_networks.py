@@ -325,7 +325,41 @@ def kept(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield optimizer.state_dict()
 
 
+class Shifted(nn.Module):
+    """Adds a parameter of the output's size, whose gradient is that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift = nn.Linear(8, 4), nn.Parameter(torch.zeros(6, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The sum."""
+        return self.first(x) + self.shift
+
+
+def handed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Gradients that the script has given or kept, and that are not those changed later."""
+    net = Shifted()
+    net = distribute(placed(net, [net.first], ranks[1:]))
+    given, leaf = torch.randn(6, 4), torch.zeros(6, 4, requires_grad=True)
+    shift = net.shift
+    for step in range(3):
+        out, kept = net(torch.randn(6, 8)), []
+        if step == 0:
+            out.backward(given, inputs=[shift])
+        elif step == 1:
+            torch.autograd.backward([out, net(torch.randn(6, 8)) * 0], [given, given])
+        else:
+            out.register_hook(kept.append)
+            (out.square().sum() + leaf.sum()).backward(inputs=[shift])
+            (net(torch.randn(6, 8)) + leaf).backward(given, inputs=[leaf])
+            leaf.grad.mul_(3)
+        shift.grad.mul_(3)
+        yield given.clone(), shift.grad, [one.norm().item() for one in kept], leaf.grad
+        net.zero_grad()
+
+
 LOOPS: tuple[Loop, ...] = (
     *(adversaries, perturbed, chained, attended, nested, counted),
-    *(projected, distilled, kept),
+    *(projected, distilled, kept, handed),
 )

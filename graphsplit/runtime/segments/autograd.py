@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from graphsplit.torch_ext.attributes import ACCUMULATED_HOOKS, GRADIENT_HOOKS
 from graphsplit.torch_ext.private import run_backward
+from graphsplit.torch_ext.stand_ins import is_alone
 
 Gradient = torch.Tensor | None
 
@@ -83,6 +85,25 @@ def accumulate_all(
             is_shared = id(gradient) in seen or (bool(memories) and _memory(gradient) in memories)
             accumulate(parameter, gradient, is_shared=is_shared)
             seen.add(id(gradient))
+
+
+def held_elsewhere(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that somebody keeps, as a hook does and the script that gave one to ``backward``.
+
+    Args:
+        gradients: They stand in one other container besides.
+    """
+    counts = [sys.getrefcount(gradient) for gradient in gradients]
+    return [
+        one
+        for one, count in zip(gradients, counts, strict=True)
+        if count > _USUAL
+        or (one.layout is torch.strided and one._base is None and not is_alone(one))
+    ]
+
+
+_ONE = [torch.zeros(())]
+_USUAL = next(sys.getrefcount(one) for one in [*_ONE])  # of what stands in two containers
 
 
 def keep_apart(parameters: Sequence[torch.Tensor], others: Sequence[Gradient]) -> None:
