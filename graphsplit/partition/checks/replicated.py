@@ -42,7 +42,8 @@ def refuse_unreplicable(
         raise PlacementError(
             f"replicas share the microbatches of a Model's training step; a network under the "
             f"script's own loop (gs.distribute) has none\n  {_sources(replicas)}\n"
-            f"  Fix: train it by gs.Model, or place each module on one worker."
+            f"  Fix: train it by gs.Model, whose forward_backward leaves optimizer and loop to the "
+            f"script; or place each module on one worker."
         )
     too_few = [
         f"{what} is placed on {len(a.replicas)} workers{f' by rows={a.rows}' if a.rows else ''}, "
