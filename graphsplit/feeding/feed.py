@@ -70,6 +70,9 @@ class Feed:
 
     Raises while iterating:
         LoaderMismatchError: This worker's loader disagrees with the leader's.
+
+    Attributes:
+        holders: The workers that have the batch: they read it, or need it and are sent it.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Feed:
         self.leader, self._is_leading = leader, job.rank == leader
         self._readers = job.readers
         self._reading = reading
-        self._have_read = {leader}
+        self._have_read, self.holders = {leader}, frozenset((leader,))
         self._has_written = False  # steps have modified batches
         records.trust_loader(loader)
         self._loader = loader
@@ -305,12 +308,6 @@ class Feed:
             return ()
         return self._rows.target_senders(planned, self._num_batches)
 
-    def holders(self, planned: PlannedStep) -> frozenset[int]:
-        """The workers that have the batch of a step: they read it, or need it and are sent it."""
-        targets = {planned.first.plan.home} if self._mode is Mode.EVAL else ()
-        having = self._reading.ranks.union(planned.needed_by, targets)
-        return having.intersection(planned.consumers) | {self.leader}
-
     def _follow(self) -> Iterator[FeedItem]:
         if self._left.is_for_all and not self._is_stopped():
             self._draw_missed()
@@ -338,7 +335,7 @@ class Feed:
                 self._take_over_generators(ticket)
                 sent = receive_batch(self._job.control, ticket.shape, source=self.leader)
                 yield planned, sent, None
-            elif self._job.rank in self.holders(planned):
+            elif self._job.rank in self.holders:
                 division = self._drawn_for(ticket, ticket.shape)
                 division = self._rows.enough(division, planned, ticket.shape, is_sent=False)
                 self._rows.note(division, ticket.shape, planned)
@@ -361,13 +358,16 @@ class Feed:
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
         """Those that need a part of a batch, and are sent it: they have missed what was read."""
-        now = self._readers.again(self._reading)
-        if now is not self._reading:
-            self._reading = now
+        before, self._reading = self._reading, self._readers.again(self._reading)
+        if self._reading is not before:
             self._stop_reading_where_some_was_missed()
         self._has_written |= planned.writes_inputs
-        self._have_read |= now.ranks.intersection(planned.consumers)
-        return sorted(self.holders(planned) - now.ranks)
+        consumers = planned.consumers
+        self._have_read |= self._reading.ranks.intersection(consumers)
+        targets = {planned.first.plan.home} if self._mode is Mode.EVAL else ()
+        having = self._reading.ranks.union(planned.needed_by, targets).intersection(consumers)
+        self.holders = having.union((self.leader,))
+        return sorted(self.holders - self._reading.ranks)
 
     def _note_readers(self) -> None:
         self._readers.note(self._reading, self._have_read, has_written=self._has_written)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from operator import attrgetter, is_
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from graphsplit.guards.class_names import ClassNames
+from graphsplit.guards.class_names import ClassNames, names_of_class
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.compiled import (
     HAS_CLASS,
@@ -134,7 +134,8 @@ class Dictionaries:
     """Places in dictionaries, and what was there: compared where one was written to.
 
     Args:
-        rows: By comparison: the dictionary, the key, and what was there (where something was).
+        rows: By comparison: the dictionary, and what it is compared with: a key, and what was
+            there (where something was); or how long it was.
     """
 
     def __init__(self, rows: _Rows) -> None:
@@ -365,9 +366,10 @@ class Guards:
         asked = object.__getattribute__
         self._rows[HAS_DICTIONARY, object] += [(one, held, asked) for one, held in self._owners]
         self._rows[HAS_VERSION, torch.Tensor] += self._versions
-        self._rows[HAS_LENGTH, MappingProxyType] += self._names.rows()
+        for names, length in self._names.rows():
+            self._rows[HAS_LENGTH, type(names)].append((names, length))
         self._num_rows = sum(map(len, self._rows.values()))
-        in_dictionaries = (IS_AT, dict), (IS_NOT_IN, dict)
+        in_dictionaries = (IS_AT, dict), (IS_NOT_IN, dict), (HAS_LENGTH, dict)
         self._dictionaries = Dictionaries({key[0]: self._rows[key] for key in in_dictionaries})
         self._comparisons = [
             function
@@ -384,7 +386,7 @@ class Guards:
             self._add_container(value, is_structure=is_structure)
 
     def _add_reference(self, place: Place, value: Any) -> None:
-        holder = vars(place.holder) if place.kind is PlaceKind.CLASS else place.holder
+        holder = names_of_class(place.holder) if place.kind is PlaceKind.CLASS else place.holder
         kind = type(holder)
         if place.kind is PlaceKind.CLASS or (place.kind is PlaceKind.ENTRY and kind is dict):
             is_there = value is not MISSING
@@ -439,14 +441,15 @@ class Guards:
 
 _DECIMALS = ("prec", "rounding", "Emin", "Emax", "clamp")
 _of_decimals = attrgetter(*_DECIMALS)
+_NAMES = [get.__name__.removeprefix("_get_") for get in SWITCHES]
+_BY_USERS = {"deterministic_algorithms": "torch.are_deterministic_algorithms_enabled()"}
 _SWITCHES = (
     "torch.get_default_dtype()",
-    "torch.are_deterministic_algorithms_enabled()",
     "torch.is_autocast_cache_enabled()",
     *(f"decimal.getcontext().{name}" for name in _DECIMALS),
     "the hooks on all modules",
     "torch's default devices",
-    *(f"torch's switch {get.__name__.removeprefix('_get_')}" for get in SWITCHES),
+    *(_BY_USERS.get(name, f"torch's switch {name}") for name in _NAMES),
 )
 _OF_ALL = ("float32_matmul_precision", "mkldnn_enabled", "deterministic_algorithms")
 
@@ -455,7 +458,6 @@ def _switches() -> tuple[Any, ...]:
     """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
     return (
         torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_cache_enabled(),
         *_of_decimals(decimal.getcontext()),  # of this thread
         _hooks_on_all_modules() if any(GLOBAL_HOOKS) else None,
@@ -466,8 +468,7 @@ def _switches() -> tuple[Any, ...]:
 
 def switches_of_all() -> str:
     """The switches that no machine needs to have otherwise than the others, as text."""
-    names = [get.__name__.removeprefix("_get_") for get in SWITCHES]
-    told = [f"{n} {get()}" for n, get in zip(names, SWITCHES, strict=True) if n in _OF_ALL]
+    told = [f"{n} {get()}" for n, get in zip(_NAMES, SWITCHES, strict=True) if n in _OF_ALL]
     return f"torch's switches: {', '.join(told)}"
 
 

@@ -6,12 +6,22 @@ class has one. Code that ran before has read nothing there that could be compare
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from types import MappingProxyType
+import gc
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from graphsplit.guards.classes import is_watchable
 from graphsplit.guards.places import Place, PlaceKind
+from graphsplit.torch_ext.private import dict_version
+
+
+def names_of_class(kind: type) -> Mapping[str, Any]:
+    """A class's own attributes: where writes to dictionaries are numbered, the dictionary itself.
+
+    A view of it has no number. What is written to the class goes into the dictionary.
+    """
+    view = vars(kind)
+    return view if dict_version is None else gc.get_referents(view)[0]
 
 
 class ClassNames:
@@ -25,9 +35,9 @@ class ClassNames:
         kinds = dict.fromkeys(kind for one in objects for kind in type(one).__mro__)
         self._names = {kind: frozenset(vars(kind)) for kind in kinds if is_watchable(kind)}
 
-    def rows(self) -> list[tuple[MappingProxyType[str, Any], int]]:
+    def rows(self) -> list[tuple[Mapping[str, Any], int]]:
         """The classes' attributes, and how many there are by now."""
-        return [(vars(kind), len(vars(kind))) for kind in self._names]
+        return [(names_of_class(kind), len(vars(kind))) for kind in self._names]
 
     def gained(self) -> Iterator[Place]:
         """The places of names that classes have got since, and that decide what objects do."""

@@ -174,10 +174,11 @@ def is_said(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks that run around its step, those of all optimizers included."""
-    own = getattr(optimizer, BEFORE_STEP, {}), getattr(optimizer, AFTER_STEP, {})
-    found = [*chain.from_iterable(map(_VALUES, (*GLOBAL_STEP_HOOKS, *own)))]
-    if found == [refuse_own_step]:  # as at most steps
+    before, after = getattr(optimizer, BEFORE_STEP, {}), getattr(optimizer, AFTER_STEP, {})
+    is_usual = len(before) == 1 and refuse_own_step in before.values()
+    if is_usual and not (after or any(GLOBAL_STEP_HOOKS)):  # as at most steps
         return []
+    found = chain.from_iterable(map(_VALUES, (*GLOBAL_STEP_HOOKS, before, after)))
     return [hook for hook in found if hook is not refuse_own_step and hook not in OWN_HOOKS]
 
 

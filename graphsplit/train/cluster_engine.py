@@ -117,7 +117,7 @@ class ClusterEngine(ClusterState):
         for planned, division, meanwhile in feed:
             if division is not None and any(plan.asking_inputs for plan in planned.plans):
                 _check_history(division)
-            yield self._train(planned, division, feed.holders(planned), meanwhile)
+            yield self._train(planned, division, feed.holders, meanwhile)
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
@@ -247,7 +247,7 @@ class ClusterEngine(ClusterState):
         feed = self._evaluate(Mode.EVAL, loader)
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
-                ran = self._timed(planned, division, feed.holders(planned), meanwhile)
+                ran = self._timed(planned, division, feed.holders, meanwhile)
                 ((phase, values),) = ran
                 before, home = home, phase.planned.plan.home
                 if num_steps and planned.first.asks and home != before:
@@ -298,8 +298,7 @@ class ClusterEngine(ClusterState):
         feed, found = self._evaluate(Mode.PREDICT, loader), []
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
-                holders = feed.holders(planned)
-                found += self._predict(planned, division, holders, meanwhile)
+                found += self._predict(planned, division, feed.holders, meanwhile)
         return found
 
     def _predict(self, planned: PlannedStep, *batch: Any) -> list[Any]:
