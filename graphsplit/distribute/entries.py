@@ -73,7 +73,8 @@ class Entries(defaultdict[Any, Any]):
         return self.here[key]
 
     def __reduce__(self) -> Any:
-        return self.here.__reduce__()
+        self.look()
+        return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.look()

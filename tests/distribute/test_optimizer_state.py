@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,6 +145,14 @@ def looked_at(net: Any, optimizer: Any, step: int) -> Any:
 )
 def test_what_all_workers_do_to_an_optimizers_state(act: Act, num_workers: int) -> None:
     assert_same_bits(training(act), num_workers)
+
+
+def test_a_pickle_of_it_has_the_entries_of_all_workers() -> None:
+    def pickled(net: Any, optimizer: Any, step: int) -> Any:
+        found = pickle.loads(pickle.dumps(optimizer.state))
+        return [dict(entry) for entry in found.values()]
+
+    assert_same_bits(training(pickled), 2)
 
 
 def test_momentum_that_is_none_or_reset() -> None:
