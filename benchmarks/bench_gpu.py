@@ -39,9 +39,9 @@ class GPT(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(rows, LENGTH) to (rows, VOCABULARY, LENGTH)."""
+        """(rows, LENGTH) to (rows * LENGTH, VOCABULARY)."""
         found = self.blocks(self.token(tokens), mask=self.mask, is_causal=True)
-        return self.head(found).transpose(1, 2)
+        return self.head(found).flatten(0, 1)
 
 
 def made(width: int, num_blocks: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -56,7 +56,8 @@ def measured(arguments: Namespace, width: int, dtype: torch.dtype | None) -> Row
     num_blocks, rows = BLOCKS_AND_ROWS[width]
     device, steps = arguments.device, arguments.steps
     shape = (2, rows, LENGTH)
-    batches = [tuple(torch.randint(0, VOCABULARY, shape).to(device)) for _ in range(steps)]
+    drawn = (torch.randint(0, VOCABULARY, shape).to(device) for _ in range(steps))
+    batches = [(tokens, target.flatten()) for tokens, target in drawn]
     net, optimizer = made(width, num_blocks, device)
     other, other_optimizer = made(width, num_blocks, device)
     model = gs.Model(

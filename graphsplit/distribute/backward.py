@@ -174,8 +174,13 @@ class _Wanted:
         return result
 
     def _found(self, given: list[Any], steps: Sequence[Any]) -> list[Any]:
-        """Run the script's own graph, and with it the backward of all calls."""
-        with Following() if self.loop.is_followed else nullcontext():
+        """Run the script's own graph, and with it the backward of all calls, in one order.
+
+        For GPUs autograd has threads of their own, which would come to calls in another order than
+        workers that have shapes alone.
+        """
+        in_one_thread = torch.autograd.set_multithreading_enabled(False)
+        with in_one_thread, Following() if self.loop.is_followed else nullcontext():
             held = [output.held for output in self.outputs]
             if self.inputs is not None:
                 return self._to_inputs(held, given, steps)

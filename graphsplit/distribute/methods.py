@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from graphsplit.distribute.values import SPECIAL, Function, LoopValue, as_value, operate
-from graphsplit.distribute.workers.asking import refuse_inside
+from graphsplit.distribute.workers.asking import device_of, refuse_inside
 from graphsplit.distribute.workers.loop import Loop, shape_of
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
@@ -107,10 +107,39 @@ def _retained(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     func(value.whole if isinstance(value, LoopValue) else value)
 
 
+def _to(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``value.to(...)``; where there are accelerators, all workers ask whether it is a copy."""
+    value, given = as_value(args[0]), [*args[1:], *kwargs.values()]
+    given = [as_value(one) for one in given]
+    where = next((one for one in given if isinstance(one, (str, torch.device, torch.Tensor))), None)
+    if where is None or not isinstance(value, LoopValue) or not torch.accelerator.is_available():
+        return operate(func, args, kwargs)
+    options = {name: one for name, one in kwargs.items() if name not in ("device", "tensor")}
+    for one in given:
+        if isinstance(one, (torch.dtype, torch.Tensor)):
+            options["dtype"] = one if isinstance(one, torch.dtype) else one.dtype
+    target = where.device if isinstance(where, torch.Tensor) else torch.device(where)
+    if target.type != "cpu" and ":" not in str(target):
+        target = torch.device(target.type, torch.accelerator.current_device_index())
+    if target != device_of(value):
+        return operate(torch.Tensor.to, (args[0], target), {**options, "copy": True})
+    return operate(torch.Tensor.to, (args[0],), options) if options else args[0]
+
+
+def _to_cpu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _to(torch.Tensor.to, (args[0], torch.device("cpu")), kwargs)
+
+
+def _to_cuda(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    number = args[1] if len(args) > 1 else kwargs.get("device")
+    where = torch.device("cuda", number) if isinstance(number, int) else number
+    return _to(torch.Tensor.to, (args[0], where or torch.device("cuda")), {})
+
+
 _OF_MEMORY = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "__dlpack__", "set_")
 SPECIAL.update({name: _memory for name in (*_OF_MEMORY, "__dlpack_device__", "share_memory_")})
 SPECIAL.update({name: _asked for name in _ASKING})
-SPECIAL.update(__len__=_length, register_hook=_hooked, cpu=lambda func, args, kwargs: args[0])
+SPECIAL.update(__len__=_length, register_hook=_hooked, to=_to, cpu=_to_cpu, cuda=_to_cuda)
 SPECIAL.update(__iter__=lambda func, args, kwargs: iter(torch.Tensor.unbind(args[0], 0)))
 SPECIAL.update(retain_grad=_retained)
 

@@ -21,7 +21,7 @@ from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.copies import as_copies, check_current, make_copies, others_of
-from graphsplit.distribute.following.casts import casting_dtype
+from graphsplit.distribute.following.casts import casting_dtype, refuse_casts_beside_gpus
 from graphsplit.distribute.following.operands import taken_apart
 from graphsplit.distribute.given_buffers import take_over_given, watch_buffers
 from graphsplit.distribute.parameters import Gradients, mark_of
@@ -200,6 +200,8 @@ class Distributed:
 
     def _call(self, arguments: Arguments) -> Any:
         dtype = casting_dtype()
+        if dtype is not None:
+            refuse_casts_beside_gpus(self._tensors().values())
         originals, together, _ = taken_apart(*arguments)
         plain = [_plain(one) for one in originals]
         given = together(plain)

@@ -19,7 +19,7 @@ from graphsplit.distribute.following.casts import casting_dtype, refuse_cached_c
 from graphsplit.distribute.following.one_step import shape_after
 from graphsplit.distribute.following.operands import from_last, taken_apart, written
 from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
-from graphsplit.distribute.workers.asking import AskedValue, ask, follow, refuse_inside
+from graphsplit.distribute.workers.asking import AskedValue, ask, follow, refuse_inside, told_place
 from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
 from graphsplit.distribute.workers.twins import Twin, is_shared
 from graphsplit.errors import ConfigurationError
@@ -257,6 +257,9 @@ def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         )
     if kind == "__get__" and name in _VIEWS:
         return _operation(func, name, args, {})
+    if kind == "__get__" and name in ("device", "is_cuda") and torch.accelerator.is_available():
+        where = told_place(value)
+        return where if name == "device" else where.type == name.removeprefix("is_")
     if kind == "__get__" and name == "grad":
         found = value.whole.grad
         return (
@@ -486,8 +489,8 @@ def _operand(leaf: Any, home: int, loop: Loop, name: str, *, as_it_is: bool) -> 
         return leaf if as_it_is else leaf.to(META)
     if as_it_is:
         return leaf
-    is_device = isinstance(leaf, torch.device) or (name == "to" and leaf == "cpu")
-    return META if is_device and torch.device(leaf).type == "cpu" else leaf
+    is_device = isinstance(leaf, torch.device) or (name == "to" and isinstance(leaf, str))
+    return META if is_device else leaf
 
 
 def _take_generator(loop: Loop, home: int) -> None:

@@ -18,7 +18,7 @@ from graphsplit.encoding.packed import Packed
 from graphsplit.encoding.values import from_text
 from graphsplit.errors import CheckpointError, FrameError, InvariantError
 from graphsplit.job.stream import joined
-from graphsplit.tensor_meta import ALIGNMENT, TensorMeta, begin_of, empty_beginning_at
+from graphsplit.tensor_meta import ALIGNMENT, CPU, TensorMeta, begin_of, empty_beginning_at
 
 _MAX_TEXT_BYTES = 1 << 30  # memory is taken for what has come, not for what is announced
 _MAX_VALUE_BYTES = 1 << 40
@@ -75,11 +75,18 @@ class WorkerGroup:
         return octets.view(meta.dtype).view(meta.shape)
 
     def send_laid_out(self, tensor: torch.Tensor, *, to: Iterable[int]) -> None:
-        """Send a tensor, and where it begins; those workers call ``receive_laid_out`` meanwhile."""
-        self.send(tensor, torch.tensor([begin_of(tensor)], dtype=torch.uint8), to=to)
+        """Send a tensor, where it begins, and whether on an accelerator.
+
+        Those workers call ``receive_laid_out`` meanwhile.
+        """
+        told = begin_of(tensor) + (0 if tensor.is_cpu else ALIGNMENT)
+        self.send(tensor, torch.tensor([told], dtype=torch.uint8), to=to)
 
     def receive_laid_out(self, meta: TensorMeta, *, source: int) -> torch.Tensor:
-        """Take a tensor in the layout of ``meta``; it begins in memory where the sender's does."""
+        """Take a tensor in the layout of ``meta``; it begins in memory where the sender's does.
+
+        Where ``meta`` says nothing else, it is on this worker's accelerator if the sender's is.
+        """
         octets = self.receive_tensor(
             TensorMeta(torch.uint8, (meta.size_bytes + 1,), (1,)), source=source
         )
@@ -87,8 +94,10 @@ class WorkerGroup:
         for dim, stride in enumerate(meta.strides):
             if stride == 0 and meta.shape[dim] > 1:  # one element for all of the dimension
                 received = received.narrow(dim, 0, 1)
-        own = replace(meta, shape=tuple(received.shape))
-        made = empty_beginning_at(own, int(octets[-1]) % ALIGNMENT)
+        own, told = replace(meta, shape=tuple(received.shape)), int(octets[-1])
+        if told >= ALIGNMENT and own.device == CPU:
+            own = replace(own, device=str(torch.accelerator.current_accelerator()))
+        made = empty_beginning_at(own, told % ALIGNMENT)
         return made.copy_(received).expand(meta.shape)
 
     def receive_text(self, *, source: int) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
 import pytest
 import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from simulated.compare import difference
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlacementError
 
+assert threads_as_workers
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 BATCHES = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(3)]
 
@@ -89,3 +93,43 @@ def test_dropout_there_on_several_workers_is_refused() -> None:
         assert_same_bits(
             lambda: Net(0.5), BATCHES, num_workers=2, place=cut, loss_fn=nn.CrossEntropyLoss()
         )
+
+
+def _two_calls(distribute: Any) -> list[Any]:
+    """An own loop: two calls under one backward, what the script reads and writes in between."""
+    torch.manual_seed(0)
+    net = Net(mixed=True)
+    cut(net)
+    optimizer, net, found = adamw(net), distribute(net), []
+    for x, y in BATCHES:
+        optimizer.zero_grad()
+        scores = net(x)
+        loss = nn.functional.cross_entropy(scores.to("cuda"), y.to("cuda")) + net(x * 2).mean()
+        assert scores.device == torch.device("cpu")
+        loss.backward()
+        found += [loss.item(), [p.grad.detach().clone() for p in net.parameters()]]
+        optimizer.step()
+    return [*found, copy.deepcopy(net.state_dict())]
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_an_own_loop_there_has_the_bits_of_one_process() -> None:
+    expected = _two_calls(lambda net: net)
+    cluster = ThreadCluster(
+        lambda rank: copy.deepcopy(_two_calls(gs.distribute)), 2, is_recoverable=False
+    )
+    for found in cluster.run():
+        assert difference(expected, found) is None
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_a_gradients_device_is_refused_in_an_own_loop() -> None:
+    def loop(rank: int) -> None:
+        net = Net()
+        cut(net)
+        net = gs.distribute(net)
+        net(BATCHES[0][0]).sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+    with pytest.raises(Exception, match="as clip_grad_norm_ does"):
+        ThreadCluster(loop, 2, is_recoverable=False).run()

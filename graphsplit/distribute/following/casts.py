@@ -7,7 +7,7 @@ torch can tell; two steps of the script's autograd graph lead there and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,21 @@ def casting_dtype() -> torch.dtype | None:
             "open the block inside forward."
         )
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def refuse_casts_beside_gpus(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse autocast of the CPU around a call of a network with tensors on GPUs.
+
+    Raises:
+        ConfigurationError: A tensor is on one.
+    """
+    where = next((one.device for one in tensors if not one.is_cpu and not one.is_meta), None)
+    if where is not None:
+        raise ConfigurationError(
+            f"torch.autocast('cpu') is on around a call of a distributed network with tensors on "
+            f"{where}, where it casts nothing\n  Fix: open the block inside forward, around what "
+            f"runs on the CPU."
+        )
 
 
 def follow_casts(

@@ -151,6 +151,32 @@ def exchange(loop: Loop, question: str, text: str) -> list[str]:
     return found
 
 
+def device_of(value: Any) -> torch.device:
+    """Where a value is, on the worker that has it.
+
+    Raises:
+        CollectiveMismatchError: Another worker asks for something else.
+    """
+    return torch.device(exchange(value.loop, "device", str(value.held.device))[value.home])
+
+
+def told_place(value: Any) -> torch.device:
+    """Where a value is, as the script is told.
+
+    Raises:
+        ConfigurationError: It is a parameter's gradient on a GPU: PyTorch's clipping asks so, to
+            choose kernels for all gradients at once, which do not add up as those for one do.
+    """
+    found = device_of(value)
+    if found.type != "cpu" and value.is_gradient:
+        raise ConfigurationError(
+            f"a gradient on {found}, of a network that gs.distribute has cut, was asked where it "
+            f"is, as clip_grad_norm_ does\n  Fix: gs.Model(..., clip=gs.clip.GlobalNorm(max_norm)) "
+            f"clips; p.device of the parameter says where it is."
+        )
+    return found
+
+
 def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
     """Single numbers among values, and those that they were made of: what not all know yet."""
     waiting, found = list(outputs), dict[int, Any]()
