@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
 from graphsplit.batches.microbatches import Divider
 from graphsplit.errors import ConfigurationError
@@ -234,7 +233,7 @@ class ModelArguments:
         problems = problems_of_dynamic_dims(self.dynamic_dims)
         if not isinstance(net, nn.Module):
             problems.append(f"net is {described(net)}; expected a torch.nn.Module")
-        elif isinstance(net, _Loss) and isinstance(loss_fn, nn.Module):
+        elif type(net).__module__ == nn.modules.loss.__name__ and isinstance(loss_fn, nn.Module):
             problems.append(
                 f"net is the loss {type(net).__name__}, and loss_fn a module; did you mean "
                 f"Model(net, loss_fn, optimizer)?"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import GradientEdge
 
-from graphsplit.torch_ext.attributes import ACCUMULATED_HOOKS, GRADIENT_HOOKS
+from graphsplit.torch_ext.attributes import ACCUMULATED_HOOKS, GRADIENT_HOOKS, base_of
 from graphsplit.torch_ext.private import run_backward
 from graphsplit.torch_ext.stand_ins import is_alone
 
@@ -98,7 +98,7 @@ def held_elsewhere(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         one
         for one, count in zip(gradients, counts, strict=True)
         if count > _USUAL
-        or (one.layout is torch.strided and one._base is None and not is_alone(one))
+        or (one.layout is torch.strided and base_of(one) is one and not is_alone(one))
     ]
 
 
