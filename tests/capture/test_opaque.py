@@ -149,7 +149,7 @@ def test_what_forward_leaves_in_attributes_is_noted_and_put_back() -> None:
 
     net = Net(run)
     graph = captured(net, X)
-    assert [str(change) for change in graph.changes] == [
+    assert [change.named(()) for change in graph.changes] == [
         "net.steps from 0 to 2",
         "net.last from (nothing) to a [2, 4] tensor",
     ]

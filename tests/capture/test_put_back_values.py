@@ -111,7 +111,8 @@ def test_what_is_written_past_the_class_is_put_back_and_plain_values_are_left_by
     assert set(vars(network)) == before
     assert network.layer._flat_weights is flat
     assert all(map(operator.is_, flat, network.layer.parameters()))
-    assert [str(change) for change in graph.state.changes] == ["net.number from (nothing) to 3"]
+    (change,) = graph.state.changes
+    assert change.named(()) == "net.number from (nothing) to 3"
 
 
 def test_a_dictionary_that_grows_while_it_is_looked_at_keeps_keys_and_values_together() -> None:
