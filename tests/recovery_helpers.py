@@ -47,7 +47,7 @@ from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 DEADLINE_S = 240.0
-_MOST_PAUSES = 200  # of 10 ms, in which no worker makes a call
+_MOST_PAUSES = 200  # of 10 ms, in which no worker makes a call, and nobody's wait ends
 _here = threading.local()
 
 
@@ -113,6 +113,11 @@ class Turns:
             if abort is not None:
                 abort.raise_if_set()
             self.pause()
+        self.went_on()
+
+    def went_on(self) -> None:
+        """What a worker waited for has come: they are in no circle."""
+        self._num_pauses = 0
 
 
 class TurnsFabric(MemoryFabric):
@@ -127,6 +132,7 @@ class TurnsFabric(MemoryFabric):
         while not is_ready():
             wait.check()
             self._turns.pause()
+        self._turns.went_on()
 
 
 class CountedPosition:

@@ -16,6 +16,8 @@ from graphsplit.errors import PlacementError
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.tensor_meta import share_elements
+from graphsplit.torch_ext.attributes import storage_of
+from graphsplit.torch_ext.stand_ins import plain_torch
 
 
 def overlapping(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
@@ -26,19 +28,19 @@ def overlapping(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str], ...
     """
     by_memory: dict[int, dict[int, str]] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        if is_elsewhere(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-            continue
-        if tensor.numel() > 0:
-            tensors[name] = tensor
-            memory = tensor.untyped_storage().data_ptr()
-            by_memory.setdefault(memory, {}).setdefault(id(tensor), name)
-    return tuple(
-        (first, second)
-        for names in by_memory.values()
-        for first, second in itertools.combinations(names.values(), 2)
-        if share_elements(tensors[first], tensors[second])
-    )
+    with plain_torch():  # a deferred tensor has a storage, in which no memory is yet
+        for name, tensor in state.items():
+            if is_elsewhere(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+                continue
+            if tensor.numel() > 0:
+                tensors[name] = tensor
+                by_memory.setdefault(storage_of(tensor), {}).setdefault(id(tensor), name)
+        return tuple(
+            (first, second)
+            for names in by_memory.values()
+            for first, second in itertools.combinations(names.values(), 2)
+            if share_elements(tensors[first], tensors[second])
+        )
 
 
 def check_overlapping(

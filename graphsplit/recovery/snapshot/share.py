@@ -30,7 +30,7 @@ from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere, is_elsewhere
 from graphsplit.planning.plain_attributes import Scalars
-from graphsplit.planning.task import Task, named_state, stateful_modules
+from graphsplit.planning.task import Task, materialize_all, named_state, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
@@ -211,8 +211,7 @@ class ModelSnapshot:
         """
         if self.is_settled or self.was_regrouped:
             return
-        is_deferred_ = any(map(is_deferred, stateful_modules(self.task)))
-        if must_be_whole and is_deferred_:
+        if must_be_whole and any(map(is_deferred, stateful_modules(self.task))):
             raise ConfigurationError(
                 "a deferred network in a job with GS_RECOVERY=go_on, where each worker must be "
                 "able to take any part of it\n  Fix: build it without deferring, or set "
@@ -226,10 +225,11 @@ class ModelSnapshot:
                 "workers, in a job with GS_RECOVERY=go_on\n  Fix: load its state after the "
                 "first step of its Model."
             )
+        materialize_all(self.task)  # what a worker that is lost early has is nowhere else
         # Of the others each worker keeps its own part, as soon as there is one. All decide alike.
         taken, named = self.engine.planner.known_owners(), named_state(self.task.network, None)
         ids = {id(named[name]) for name in taken if name in named}
-        is_whole = not (is_deferred_ or any(id(one) in ids for one in with_state))
+        is_whole = not any(id(one) in ids for one in with_state)
         self.engine.on_first_settled = None if is_whole else self._keep_start
         self.can_begin_anew = is_whole
         if is_whole:
