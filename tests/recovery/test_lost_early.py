@@ -140,6 +140,19 @@ def test_what_was_changed_before_a_loss_counts_once(
     compare(script, {rank: [at]})
 
 
+@pytest.mark.parametrize(("rank", "at"), [(0, 2), (1, 12)])
+@pytest.mark.parametrize("when", ["train", "data"])
+def test_what_was_changed_in_a_deferred_network_counts_once(when: str, rank: int, at: int) -> None:
+    def script(*, place: bool) -> Any:
+        with gs.deferred_init():
+            net = plain_net(place=place)
+        model = gs.Model(net, nn.CrossEntropyLoss(), sgd(net))
+        changing = Changing(net, model, "parameters", when)
+        return trained(model, DataLoader(changing, batch_size=4), 2, changing)
+
+    compare(script, {rank: [at]})
+
+
 @pytest.mark.parametrize("when", ["train", "data"])
 def test_workers_that_are_lost_again_before_the_first_snapshot_change_nothing(when: str) -> None:
     def script(*, place: bool) -> Any:
