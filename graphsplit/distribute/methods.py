@@ -109,21 +109,26 @@ def _retained(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _to(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``value.to(...)``; where there are accelerators, all workers ask whether it is a copy."""
-    value, given = as_value(args[0]), [*args[1:], *kwargs.values()]
-    given = [as_value(one) for one in given]
+    given = [as_value(one) for one in (*args[1:], *kwargs.values())]
     where = next((one for one in given if isinstance(one, (str, torch.device, torch.Tensor))), None)
+    value = as_value(args[0])
     if where is None or not isinstance(value, LoopValue) or not torch.accelerator.is_available():
         return operate(func, args, kwargs)
-    options = {name: one for name, one in kwargs.items() if name not in ("device", "tensor")}
-    for one in given:
-        if isinstance(one, (torch.dtype, torch.Tensor)):
-            options["dtype"] = one if isinstance(one, torch.dtype) else one.dtype
+    dtypes = [getattr(one, "dtype", one) for one in given]
+    dtype = next((one for one in dtypes if isinstance(one, torch.dtype)), value.dtype)
+    flags = dict(
+        zip(("non_blocking", "copy"), (f for f in args if isinstance(f, bool)), strict=False)
+    )
+    options = {
+        **flags,
+        **{k: v for k, v in kwargs.items() if k not in ("device", "tensor", "dtype")},
+    }
     target = where.device if isinstance(where, torch.Tensor) else torch.device(where)
     if target.type != "cpu" and ":" not in str(target):
         target = torch.device(target.type, torch.accelerator.current_device_index())
-    if target != device_of(value):
-        return operate(torch.Tensor.to, (args[0], target), {**options, "copy": True})
-    return operate(torch.Tensor.to, (args[0],), options) if options else args[0]
+    if target == device_of(value):
+        return operate(torch.Tensor.to, (args[0], dtype), options)
+    return operate(torch.Tensor.to, (args[0], target, dtype), {**options, "copy": True})
 
 
 def _to_cpu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,9 +136,10 @@ def _to_cpu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _to_cuda(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    number = args[1] if len(args) > 1 else kwargs.get("device")
+    given = {**dict(zip(("device", "non_blocking"), args[1:], strict=False)), **kwargs}
+    number = given.pop("device", None)
     where = torch.device("cuda", number) if isinstance(number, int) else number
-    return _to(torch.Tensor.to, (args[0], where or torch.device("cuda")), {})
+    return _to(torch.Tensor.to, (args[0], where or torch.device("cuda")), given)
 
 
 _OF_MEMORY = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "__dlpack__", "set_")

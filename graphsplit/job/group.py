@@ -16,7 +16,7 @@ from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.encoding.packed import Packed
 from graphsplit.encoding.values import from_text
-from graphsplit.errors import CheckpointError, FrameError, InvariantError
+from graphsplit.errors import CheckpointError, ConfigurationError, FrameError, InvariantError
 from graphsplit.job.stream import joined
 from graphsplit.tensor_meta import ALIGNMENT, CPU, TensorMeta, begin_of, empty_beginning_at
 
@@ -86,6 +86,9 @@ class WorkerGroup:
         """Take a tensor in the layout of ``meta``; it begins in memory where the sender's does.
 
         Where ``meta`` says nothing else, it is on this worker's accelerator if the sender's is.
+
+        Raises:
+            ConfigurationError: This worker has none.
         """
         octets = self.receive_tensor(
             TensorMeta(torch.uint8, (meta.size_bytes + 1,), (1,)), source=source
@@ -96,7 +99,13 @@ class WorkerGroup:
                 received = received.narrow(dim, 0, 1)
         own, told = replace(meta, shape=tuple(received.shape)), int(octets[-1])
         if told >= ALIGNMENT and own.device == CPU:
-            own = replace(own, device=str(torch.accelerator.current_accelerator()))
+            here = torch.accelerator.current_accelerator()
+            if here is None:
+                raise ConfigurationError(
+                    f"{self.name(source)} sent a value that is on an accelerator, and this worker "
+                    f"has none\n  Fix: give each worker one, or let several share one."
+                )
+            own = replace(own, device=str(here))
         made = empty_beginning_at(own, told % ALIGNMENT)
         return made.copy_(received).expand(meta.shape)
 

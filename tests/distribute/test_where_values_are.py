@@ -15,6 +15,7 @@ from torch import nn
 
 from graphsplit.distribute.network import Distributed
 from graphsplit.distribute.workers import asking
+from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.tensor_meta import ALIGNMENT, TensorMeta
 
@@ -39,6 +40,11 @@ def moving(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         same, cast = outputs.to("cpu"), outputs.to("cpu", torch.float64)
         assert same is outputs and outputs.cpu() is outputs
         assert outputs.to(device=torch.device("cpu")) is outputs and outputs.to(targets).dtype
+        copied = outputs.to("cpu", torch.float32, False, True)
+        assert copied is not outputs and outputs.to("cpu", dtype=None) is outputs
+        copied.detach().mul_(2)
+        last = torch.channels_last
+        yield outputs.detach().view(1, 2, 4, 3).to("cpu", memory_format=last).stride()
         loss = nn.functional.cross_entropy(outputs, targets) + cast.mean().to(torch.float32)
         loss.backward()
         yield loss.item(), cast.tolist(), outputs.to("cpu", copy=True).mul_(2).tolist()
@@ -98,3 +104,9 @@ def test_what_comes_from_an_accelerator_is_put_on_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     meta = TensorMeta(torch.float32, (2, 3), (3, 1))
     assert _Group().receive_laid_out(meta, source=1).is_meta
+
+
+def test_what_comes_from_an_accelerator_needs_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with pytest.raises(ConfigurationError, match="worker 1 sent a value that is on an accelerator"):
+        _Group().receive_laid_out(TensorMeta(torch.float32, (2, 3), (3, 1)), source=1)
