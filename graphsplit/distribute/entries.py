@@ -36,6 +36,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _PLAIN = (type(None), bool, int, float, str)
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _SAME = "="  # the form of a tensor that was there at the last look
+_COUNT_OF_LISTED = max(map(sys.getrefcount, [{}]))  # of what stands in one list alone
 _METHODS = (
     *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__", "__len__"),
     *("__contains__", "__eq__", "__ne__", "__repr__", "__or__", "__ior__", "get", "pop"),
@@ -66,6 +67,7 @@ class Entries(defaultdict[Any, Any]):
         self._optimizer = weakref.ref(optimizer)
         self._known: dict[Any, dict[Any, Any]] = {}  # what the owners have
         self._known_at = -1  # how many changes there were
+        self._put_in: list[dict[Any, Any]] = []  # since the last step
         self._question = f"optimizer.state of {type(optimizer).__name__}"
 
     def __missing__(self, key: Any) -> Any:
@@ -113,6 +115,20 @@ class Entries(defaultdict[Any, Any]):
             self._loop.job.script.collective(ModelCall(ASKING + self._question, self._learn))
             self._known_at = self._loop.num_changes
 
+    def refuse_held(self) -> None:
+        """Before a step: refuse dictionaries that were put in as entries, and that are held still.
+
+        Raises:
+            ConfigurationError: One is: in one process the step would change it.
+        """
+        put, self._put_in = self._put_in, []
+        if max(map(sys.getrefcount, put), default=0) > _COUNT_OF_LISTED:
+            raise ConfigurationError(
+                "optimizer.state[p] was set to a dictionary that the script still holds: in one "
+                "process this step changes it, here it changes what the owner of p has\n"
+                "  Fix: optimizer.state[p] = dict(entry), and look at optimizer.state[p] then."
+            )
+
     def _answer_alone(self, holder: Any, name: str, args: Any, kwargs: Any) -> Any:
         key = args[0] if args else None
         if holder is self and isinstance(key, torch.Tensor) and not is_elsewhere(key):
@@ -130,7 +146,7 @@ class Entries(defaultdict[Any, Any]):
         order.note(optimizer)
         owners, parameters = self._owners_now(), parameters_of(optimizer)
         mine = {
-            place: [order.made[p], {str(key): self._form(p, key) for key in self.here[p]}]
+            place: [order.made[p], [self._form(p, key) for key in self.here[p]]]
             for place, p in enumerate(parameters)
             if owners.get(id(p)) == loop.rank and p in self.here
         }
@@ -141,7 +157,7 @@ class Entries(defaultdict[Any, Any]):
             owner = owners.get(id(p))
             its = None if owner is None else told[owner].get(str(place))
             if its is not None:
-                values = {key: self._shown(p, key, form) for key, form in its[1].items()}
+                values = {key: self._shown(p, key, form) for key, form in its[1]}
                 found.append((tuple(its[0]), p, values))
         for key, entry in self.here.items():
             if owners.get(id(key)) is None:  # every worker has it
@@ -160,24 +176,26 @@ class Entries(defaultdict[Any, Any]):
         return entry
 
     def _form(self, parameter: Any, key: Any) -> Any:
-        """A value that is here, as the others are told of it."""
+        """A key and its value that is here, as the others are told of it."""
         value, known = self.here[parameter][key], self._known.get(parameter, {}).get(key)
+        if type(key) not in _PLAIN:
+            return str(key), f"{type(value).__name__} under a {type(key).__name__}"
         if type(value) in _PLAIN:
-            return [value]
+            return key, [value]
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
-            return type(value).__name__
+            return key, type(value).__name__
         if isinstance(known, LoopValue) and known.whole is value:
-            return _SAME
-        return str(value.dtype), list(value.shape), list(value.stride())
+            return key, _SAME
+        return key, (str(value.dtype), list(value.shape), list(value.stride()))
 
-    def _shown(self, parameter: Any, key: str, form: Any) -> Any:
+    def _shown(self, parameter: Any, key: Any, form: Any) -> Any:
         """A value, as the script sees it; its owner has told the form."""
         if form == _SAME:
             return self._known[parameter][key]
         if isinstance(form, str):
             raise OwnershipError(
                 f"optimizer.state[p][{key!r}] is a {form}; numbers, texts and dense tensors can be "
-                f"looked at there, on every worker\n"
+                f"looked at there, under keys that are numbers or texts, on every worker\n"
                 f"  Fix: optimizer.state_dict()['state'] has all; load a changed copy.deepcopy of "
                 f"it by load_state_dict."
             )
@@ -248,6 +266,8 @@ class Entries(defaultdict[Any, Any]):
         for key in known or ():
             if key not in shown:
                 self._note(parameter, "deleted", key)
+        if type(entry) is dict:
+            self._put_in.append(entry)
         if type(entry) is not _Entry or entry.key is not parameter:
             entry = _Entry(self, parameter)
             dict.__setitem__(self, parameter, entry)

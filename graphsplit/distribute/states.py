@@ -175,8 +175,13 @@ def hide_others(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
 
 
 def show_here(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer the state of this worker, for a step."""
+    """Give an optimizer the state of this worker, for a step.
+
+    Raises:
+        ConfigurationError: The script holds a dictionary that it has put in as an entry.
+    """
     if isinstance(optimizer.state, Entries):
+        optimizer.state.refuse_held()
         optimizer.state = optimizer.state.here
 
 

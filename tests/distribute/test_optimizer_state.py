@@ -257,3 +257,27 @@ def test_what_cannot_be_kept_or_shown_is_refused() -> None:
         optimizer.state[net.first.weight] = 5
 
     assert "optimizer.state[p] was set to a int" in raised(training(number))
+
+    def under_a_pair(net: Any, optimizer: Any, step: int) -> int:
+        optimizer.state[net.first.weight][0, 1] = 2
+        return len(optimizer.state[net.first.weight])
+
+    assert "is a int under a tuple; numbers, texts" in raised(training(under_a_pair))
+
+
+def test_keys_of_an_entry_may_be_numbers() -> None:
+    def counted(net: Any, optimizer: Any, step: int) -> Any:
+        for entry in optimizer.state.values():
+            entry[0] = entry.get(0, 0) + step
+        return [[*entry] for entry in optimizer.state.values()]
+
+    assert_same_bits(training(counted), 2)
+
+
+def test_a_dictionary_that_was_put_in_is_not_held_when_a_step_would_change_it() -> None:
+    def held(net: Any, optimizer: Any, step: int) -> None:
+        if step == 0:
+            optimizer.mine = {"n": 1}
+            optimizer.state[net.first.weight] = optimizer.mine
+
+    assert "a dictionary that the script still holds" in raised(training(held))
