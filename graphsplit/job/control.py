@@ -33,7 +33,7 @@ class ControlChannels(WorkerGroup):
         transport: Moves the messages.
         rank: This worker.
         num_workers: How many there are.
-        tick: Shows the others that this worker is alive.
+        tick: Shows the others that this worker is alive; called for what comes, too.
         use: What messages are for: ``MESSAGES`` or ``SENT``.
 
     Attributes:
@@ -124,7 +124,7 @@ class ControlChannels(WorkerGroup):
         """
         if source not in self._incoming:
             receiver = self._open_receiver(self._use, source)
-            self._incoming[source] = IncomingStream(receiver, source=source)
+            self._incoming[source] = IncomingStream(receiver, source=source, tick=self._tick)
 
     def _open_sender(self, use: int, peer: int) -> Sender:
         spec = channel_spec(use, self.rank, peer, self.num_workers)

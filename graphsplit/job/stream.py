@@ -182,12 +182,21 @@ class IncomingStream:
         receiver: The channel's end.
         source: The worker at the other end.
         limit_bytes: No message may be larger.
+        tick: Called for each chunk that ``receive`` has got.
     """
 
-    def __init__(self, receiver: Receiver, *, source: int, limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        *,
+        source: int,
+        limit_bytes: int = 0,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
         self._receiver = receiver
         self._source = source
         self._limit_bytes = limit_bytes
+        self._tick = tick
         self._count = 0
         self._header: tuple[int, int, int] | None = None
         self._pieces: list[torch.Tensor] = []
@@ -223,6 +232,7 @@ class IncomingStream:
         """
         while self._header is None or self._missing:
             piece = self._take(limit_bytes, limit_bytes if is_exact else 0, topic)
+            self._tick()
             if piece.numel():
                 yield piece
         self._header = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
@@ -151,6 +153,18 @@ def test_what_looks_like_a_circle_and_may_be_none_is_waited_for(drive, why: str)
                 scheduler.say(rank, beat)
         scheduler.pass_time(1)
     assert not any("none of them can go on:" in line for line in scheduler.log)
+
+
+def test_a_wait_that_has_just_begun_closes_no_circle(drive):
+    """One captures for long; when it waits for the answer, the other's wait is old news."""
+    scheduler = drive(num_workers=2).form(host="alpha")
+    waits, stale = circle()
+    for second in range(40):
+        scheduler.say(1, stale)
+        captures = replace(waits, location=Location(source="train.py:1, in f"))
+        scheduler.say(0, waits if second % 20 == 19 else captures)
+        scheduler.pass_time(1)
+    assert not any("in a circle" in line for line in scheduler.log)
 
 
 @pytest.mark.parametrize("step", [None, 4])

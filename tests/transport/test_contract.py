@@ -82,6 +82,21 @@ def test_workers_that_all_send_before_they_receive_do_not_wait_for_each_other(
     assert [one.result(DEADLINE_S) for one in talks] == [[1, 2], [0, 2], [0, 1]]
 
 
+def test_whoever_gets_messages_makes_progress(make: MakeWorkers) -> None:
+    ticks = [0, 0]
+
+    def tick(rank: int) -> None:
+        ticks[rank] += 1
+
+    groups = [
+        ControlChannels(transport, rank, 2, functools.partial(tick, rank))
+        for rank, transport in enumerate(make(2).transports)
+    ]
+    sums = [start(lambda group=group: [group.share("x") for _ in range(5)]) for group in groups]
+    assert [one.result(DEADLINE_S) for one in sums] == [["x"] * 5] * 2
+    assert ticks[1] >= 5
+
+
 def test_send_waits_at_the_depth_and_goes_on_when_a_value_is_taken(make: MakeWorkers) -> None:
     sender, receiver = make().open(spec_of(depth=3))
     value = torch.zeros(4)

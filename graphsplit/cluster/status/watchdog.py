@@ -91,8 +91,8 @@ def _chain(
 def closed_circle(status: JobStatus, for_s: float) -> str:
     """Workers that wait for each other, so that none can go on, in words; empty if there are none.
 
-    Each has said so for some time. A value of a plan may be under way between two hosts for long: a
-    wait for one proves nothing.
+    Each has said so for some time, in which no message came to it. A value of a plan may be under
+    way between two hosts for long: a wait for one proves nothing.
     """
     by_rank = {worker.rank: worker for worker in status.workers}
     blocked = {

@@ -22,8 +22,9 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
     """A worker says where it is, and may ask how far others are."""
     if is_present:
         progress = max(worker.progress, beat.progress)
-        if (progress, beat.position) != (worker.progress, worker.position):
-            worker.last_change = job.now
+        told = (progress, beat.position, beat.location.waits_for)
+        if told != (worker.progress, worker.position, worker.location.waits_for):
+            worker.last_change = job.now  # a wait that has begun proves nothing yet
         worker.progress, worker.position = progress, beat.position
         worker.location, worker.calls = beat.location, beat.calls
         worker.training = beat.training
