@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphsplit.cluster.member.member import Member
@@ -13,7 +14,7 @@ from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
 from graphsplit.transport.base import Transport
 from graphsplit.transport.hub import Hub
-from graphsplit.transport.wait import WaitPolicy
+from graphsplit.transport.wait import Waiting, WaitPolicy
 
 GENERATOR_KEY = "generator"
 """Under which a worker registers the state of its generator."""
@@ -68,7 +69,7 @@ class DataPlane:
         """Become part of the generation that runs."""
         try:
             policy = WaitPolicy(member.abort, self.settings.receive_timeout_s, member.progress)
-            member.position.waiting_source = policy.waiting.now
+            member.position.waiting_source = _by_seat(policy.waiting, member.seats)
             return hub.connect(
                 rank=member.rank,
                 job=member.plan.job,
@@ -83,3 +84,13 @@ class DataPlane:
             if cause is not None:
                 member.failures.report(cause)
             raise
+
+
+def _by_seat(waiting: Waiting, seats: Sequence[int]) -> Callable[[], tuple[int, str] | None]:
+    """Whom this worker waits for, by the rank that the scheduler knows, and for what."""
+
+    def now() -> tuple[int, str] | None:
+        found = waiting.now()
+        return None if found is None else (seats[found[0]], found[1])
+
+    return now

@@ -109,6 +109,31 @@ def test_at_the_timeout_the_chain_is_told_before_the_cause(drive):
     assert failed.startswith("the job failed: worker 1 (host host-1, pid 101): it made no progress")
 
 
+def test_who_waits_is_told_of_the_progress_of_those_at_the_end_of_the_chain(drive):
+    scheduler = drive(num_workers=4).form()
+    told = []
+    for progress in (7, 7, 8):
+        scheduler.say(3, Heartbeat(progress, "saving"))
+        scheduler.say(2, Heartbeat(1, "", location=Location(waits_for=3)))
+        scheduler.say(1, Heartbeat(1, "", location=Location(waits_for=2)))
+        scheduler.say(0, Heartbeat(0, "", watched=(1,)))
+        told.append(scheduler.last(0).values[1])
+    assert told[0] == told[1] < told[2]
+
+
+def test_a_circle_makes_no_progress_and_neither_does_the_end_of_a_script(drive):
+    scheduler = drive(num_workers=3).form()
+    for rank, peer in ((0, 1), (1, 0)):
+        scheduler.say(rank, Heartbeat(5, "", watched=(peer,), location=Location(waits_for=peer)))
+    scheduler.say(0, Heartbeat(5, "", watched=(1,), location=Location(waits_for=1)))
+    assert scheduler.last(0).values == {1: 10}
+    scheduler.say(2, Heartbeat(1 << 62, ""))
+    scheduler.arrive(2, MeetingKind.FINISH)
+    scheduler.say(1, Heartbeat(5, "", location=Location(waits_for=2)))
+    scheduler.say(0, Heartbeat(5, "", watched=(1, 2)))
+    assert scheduler.last(0).values == {1: 5, 2: 1 << 62}
+
+
 def test_a_worker_that_has_finished_is_not_expected_to_make_progress(drive):
     scheduler = drive(num_workers=2, node_timeout_s=1000).form()
     scheduler.arrive(0, MeetingKind.FINISH)
@@ -163,6 +188,35 @@ def test_a_wait_that_has_just_begun_closes_no_circle(drive):
         scheduler.say(1, stale)
         captures = replace(waits, location=Location(source="train.py:1, in f"))
         scheduler.say(0, waits if second % 20 == 19 else captures)
+        scheduler.pass_time(1)
+    assert not any("in a circle" in line for line in scheduler.log)
+
+
+def test_whoever_has_just_come_to_a_meeting_closes_no_circle(drive):
+    """It sent what the other one waits for first; the other one has yet to say that it came."""
+    scheduler = drive(num_workers=2).form(host="alpha")
+    _, waits = circle()
+    for _ in range(12):
+        scheduler.say(0, Heartbeat(5, "between steps", location=Location(source="train.py:1")))
+        scheduler.say(1, waits)
+        scheduler.pass_time(1)
+    scheduler.arrive(0, MeetingKind.BARRIER, "barrier 1")
+    scheduler.pass_time(1)
+    assert not any("in a circle" in line for line in scheduler.log)
+    for _ in range(9):
+        scheduler.say(0, Heartbeat(5, "between steps"))
+        scheduler.say(1, waits)
+        scheduler.pass_time(1)
+    assert any("in a circle" in line for line in scheduler.log), "now it has lasted"
+
+
+def test_a_wait_for_the_same_worker_but_for_something_else_has_just_begun(drive):
+    scheduler = drive(num_workers=2).form(host="alpha")
+    waits, stale = circle()
+    for second in range(40):
+        scheduler.say(1, stale)
+        at = replace(waits.location, waits_what=f"part {second // 6}")
+        scheduler.say(0, replace(waits, location=at))
         scheduler.pass_time(1)
     assert not any("in a circle" in line for line in scheduler.log)
 

@@ -38,6 +38,7 @@ def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) 
             apart = describe_divergence(call_of_some(call, calls_of), calls_of)
         ending.fail(job, FailureCause("disagreement", apart))
         return
+    worker.last_change = job.now  # what the others said of their waits may be older than this
     worker.is_finished = arrival.kind is MeetingKind.FINISH
     if not meeting.is_complete:
         return

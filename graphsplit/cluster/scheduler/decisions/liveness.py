@@ -22,8 +22,9 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
     """A worker says where it is, and may ask how far others are."""
     if is_present:
         progress = max(worker.progress, beat.progress)
-        told = (progress, beat.position, beat.location.waits_for)
-        if told != (worker.progress, worker.position, worker.location.waits_for):
+        here, before = beat.location, worker.location
+        waits = (here.waits_for, here.waits_what) != (before.waits_for, before.waits_what)
+        if waits or (progress, beat.position) != (worker.progress, worker.position):
             worker.last_change = job.now  # a wait that has begun proves nothing yet
         worker.progress, worker.position = progress, beat.position
         worker.location, worker.calls = beat.location, beat.calls
@@ -33,8 +34,20 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
         ending.stop_soon(job, f"worker {worker.rank} was asked to end")
     if beat.watched and job.phase is JobPhase.RUNNING:
         places = enumerate(job.roster.in_order)  # workers count those who are there
-        known = {place: one.progress for place, one in places if place in beat.watched}
+        known = {place: _progress(job, one) for place, one in places if place in beat.watched}
         job.send(worker, Progress(known))
+
+
+def _progress(job: JobState, worker: Worker) -> int:
+    """How far a worker is, with those whom it waits for: as long as they go on, so will it."""
+    by_rank = {one.rank: one for one in job.roster}
+    total, passed = worker.progress, {worker.rank}
+    rank = worker.location.waits_for
+    while rank in by_rank and rank not in passed and not by_rank[rank].is_finished:
+        passed.add(rank)
+        total += by_rank[rank].progress
+        rank = by_rank[rank].location.waits_for
+    return total
 
 
 def _compare_calls(job: JobState, worker: Worker) -> None:

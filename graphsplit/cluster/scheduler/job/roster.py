@@ -19,7 +19,7 @@ class Worker:
     """One accepted worker.
 
     ``rank`` is provisional until all have arrived. ``last_seen`` is when anything came from it,
-    ``last_change`` when its progress number, its position or the peer that it waits for changed.
+    ``last_change`` when its progress number, its position or what it waits for changed.
     ``is_gone``: the launcher saw its process end, and starts no other.
     """
 
