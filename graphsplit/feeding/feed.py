@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +50,7 @@ from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.job.readers import Reading
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import Outlook, PlannedStep, TrainingProgress, outlook, plan_step
 from graphsplit.settings import GO_ON, WAIT_REJOIN
 from graphsplit.tensor_meta import TensorMeta
@@ -100,6 +102,7 @@ class Feed:
         self._readers = job.readers
         self._reading = reading
         self._have_read, self.holders = {leader}, frozenset((leader,))
+        self._asked: tuple[tuple[ReadyPlan, ...], list[int]] = ((), [])  # by _not_reading
         self._has_written = False  # steps have modified batches
         records.trust_loader(loader)
         self._loader = loader
@@ -225,16 +228,11 @@ class Feed:
         self._tickets.send(ticket)
         if has_changed:
             self._share_memory(since(before, now))
-        self._note_readers()
+        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
 
     def _share_memory(self, memory: Any = None) -> None:
-        share_loader_memory(
-            self._job.control,
-            self._loader,
-            memory,
-            source=self.leader,
-            takes=self._cursor is None,
-        )
+        control, takes = self._job.control, self._cursor is None
+        share_loader_memory(control, self._loader, memory, source=self.leader, takes=takes)
 
     def _planned(self, shape: BatchDescription) -> PlannedStep:
         before, self._planner.catch_up = self._planner.catch_up, self._catch_up
@@ -319,16 +317,16 @@ class Feed:
             if ticket.shape is None:
                 self._end(ticket)
                 return
-            self._rows.turns = ticket.turns
+            self._rows.turns, first = ticket.turns, ticket.shape.first
             if self._is_grouped and self._next is None:
-                self._together = self._outlook(ticket.shape.first).together
+                self._together = self._outlook(first).together
             self._planner.check_python_step(
-                *(self._mode, ticket.shape.first),
+                *(self._mode, first),
                 leaders=(ticket.python, self.leader),
                 ahead=ahead,
                 catch_up=self._draw_missed,  # the leader's data set may have changed a value
             )
-            self._first = ticket.shape.first
+            self._first = first
             planned = self._planned(ticket.shape)
             waiting = self._not_reading(planned)
             if self._job.rank in waiting:
@@ -358,19 +356,20 @@ class Feed:
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
         """Those that need a part of a batch, and are sent it: they have missed what was read."""
-        before, self._reading = self._reading, self._readers.again(self._reading)
+        (known, waiting), before = self._asked, self._reading
+        self._reading = self._readers.again(before)
         if self._reading is not before:
             self._stop_reading_where_some_was_missed()
+        elif len(planned.plans) == len(known) and all(map(is_, planned.plans, known)):
+            return waiting  # of the same readers
         self._has_written |= planned.writes_inputs
         consumers = planned.consumers
         self._have_read |= self._reading.ranks.intersection(consumers)
         targets = {planned.first.plan.home} if self._mode is Mode.EVAL else ()
         having = self._reading.ranks.union(planned.needed_by, targets).intersection(consumers)
         self.holders = having.union((self.leader,))
-        return sorted(self.holders - self._reading.ranks)
-
-    def _note_readers(self) -> None:
-        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
+        self._asked = planned.plans, sorted(self.holders - self._reading.ranks)
+        return self._asked[1]
 
     def _stop_reading_where_some_was_missed(self) -> None:
         """A callback has read a part of this loader; the leader of both has missed nothing."""
@@ -489,7 +488,7 @@ class Feed:
         self._take_over_generators(ticket)
         if ticket.loader_changed:
             self._share_memory()
-        self._note_readers()
+        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
 
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(

@@ -145,7 +145,7 @@ class Leading:
             progress=self._progress if is_training else None,
             only_adds=scale is not None,
         )
-        self._last = like, planned.first
+        self._last = like, planned.plans[0]
         return planned
 
     def _begin_training(self) -> None:

@@ -238,9 +238,9 @@ class Guards:
             is_same = self._is_identical()
         except (LookupError, ValueError):  # an entry, or the contents of a cell, is gone
             is_same = False
-        if is_same and [kind_of(place.read()) for place in self.lifted] == self._types:
-            return True
-        return self._hold_by_value()
+        if is_same and self.lifted:
+            is_same = [kind_of(place.read()) for place in self.lifted] == self._types
+        return is_same or self._hold_by_value()
 
     def lifted_values(self) -> tuple[Any, ...]:
         """The present numbers in the lifted places."""

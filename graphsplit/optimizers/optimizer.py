@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -315,6 +315,9 @@ class OwnedOptimizer:
         return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
 
 
+_parameters_of = itemgetter("params")
+
+
 class _Narrowed:
     """Inside, an optimizer's groups hold these parameters alone.
 
@@ -330,9 +333,9 @@ class _Narrowed:
         check: Callable[[Sequence[dict[str, Any]], Sequence[Sequence[torch.Tensor]]], None] | None,
     ) -> None:
         self._groups = tuple(groups)
-        self._formed = [g for g in map(groups.__getitem__, on_devices) if _chooses_form(g)]
-        self._forms = [_takes_many(group) for group in self._formed]
-        self._whole = [group["params"] for group in groups]
+        self._formed = list(filter(_chooses_form, map(groups.__getitem__, on_devices)))
+        self._forms = list(map(_takes_many, self._formed))
+        self._whole = list(map(_parameters_of, groups))
         self._given = list(map(list, parameters))
         self._check = check
 

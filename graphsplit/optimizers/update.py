@@ -365,8 +365,9 @@ class Settings:
     def numbers(self) -> tuple[float, ...]:
         """The first numbers among the settings, learning rates before all, and a checksum."""
         now: list[Any] = []
-        for group, keys in self._groups():
-            now += map(group.get, keys)
+        for held, keys in self._optimizers:  # at every step: a generator would take as long again
+            for group in getattr(held(), "param_groups", ()):
+                now += map(group.get, keys)
         is_same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
         if not is_same or self._has_tensors:
             self._seen = now

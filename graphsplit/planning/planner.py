@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -98,6 +99,8 @@ class Planner:
         hooks = ParameterHooks(self.tensors, self.known_owners, lambda: job.rank)
         self.writes = Writes(self.tensors, job.compared_writes, hooks)
         self._found: tuple[Mode, Signature, Match | None] | None = None
+        self._told = PythonStep()  # the message of the last step to which nothing happened
+        self._agreed = self._told, self._told  # messages of this worker and the leader
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self.catch_up: Callable[[str | None], bool] = lambda text: False
@@ -173,11 +176,13 @@ class Planner:
         if found is None:
             changed = self.recordings.changed(mode, signature)
             return PythonStep.of(changed, rates, written=written)
-        lifted = tuple(map(float, found.lifted))
-        number = found.recording.number + 1
-        if not self._swaps.plans:
-            return PythonStep(number, lifted, settings=rates, written=written)
-        return PythonStep.of(self._swaps.changed(), rates, number, lifted, written)
+        number, told = found.recording.number + 1, self._told
+        if self._swaps.plans or found.lifted or written:
+            lifted = tuple(map(float, found.lifted))
+            return PythonStep.of(self._swaps.changed(), rates, number, lifted, written)
+        if told.recording != number or told.settings is not rates:
+            told = self._told = PythonStep(number, settings=rates)
+        return told
 
     def python_left(self, mode: Mode, signature: Signature) -> PythonStep:
         """The message on what a loader may have changed since the last step, when it has ended."""
@@ -216,7 +221,10 @@ class Planner:
         theirs, ranks = leaders[0], (self._job.rank, leaders[1])
         is_of_it = ahead is not None and self._found and self._found[:2] == (mode, signature)
         mine = ahead if ahead is not None and is_of_it else self.python_step(mode, signature)
+        if all(map(is_, (mine, theirs), self._agreed)):  # they are held
+            return
         if mine.agrees_with(theirs) and not written_apart(mine, theirs, ranks, self.known_owners):
+            self._agreed = mine, theirs
             return
         catch_up()
         mine = self.python_step(mode, signature)
@@ -299,17 +307,18 @@ class Planner:
             self._lower_again(note)
         recording, asks = found.recording, found.recording.graph.num_answered is not None
         key = (recording.plans, WHOLE_STEP if asks else part)
-        planned = self._plans.get(key)
+        latest = next(reversed(self._plans.items()), (None, None))  # finds it without a hash
+        planned = latest[1] if latest[0] == key else self._plans.get(key)
         if planned is None:
             planned = self._plans[key] = self._make(found, key[1], note)
             self._numbers[key] = planned.runner.plan_number
             if len(self._plans) > self._max_plans:
                 oldest, _ = self._plans.popitem(last=False)
                 self._job.transport.close_plan(self._numbers.pop(oldest))
-        else:
+        elif latest[1] is not planned:
             self._plans.move_to_end(key)
-            if not self._is_settled:
-                self._free_others()
+        if not self._is_settled:
+            self._free_others()
         if changes := recording.graph.state.changes:
             leave_all(changes, found.lifted)
         own: dict[str, Any] = {"part": part, "asks": asks, "ending": recording.graph.ending}
@@ -343,10 +352,8 @@ class Planner:
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan of a mode that was used last, and computes, if there is any."""
-        computing = (
-            p for p in reversed(self._plans.values()) if p.part.exchange is not Exchange.ALONE
-        )
-        return next((p for p in computing if p.plan.placed.graph.mode is mode), None)
+        plans = (p for p in self._plans.values() if p.plan.placed.graph.mode is mode)
+        return next((p for p in [*plans][::-1] if p.part.exchange is not Exchange.ALONE), None)
 
     def requires_grad(self) -> tuple[bool, ...]:
         """Of every parameter of network and loss, whether it is trained."""
@@ -357,15 +364,9 @@ class Planner:
         mode, number = recording.mode, self._job.next_plan_number()
         self._progress.begun("planning", mode)
         plan, programs = self._pure_passes(recording.graph, part)
-        text = "\n".join(
-            [
-                note(),
-                describe_plan(plan),
-                describe_programs(programs),
-                describe_optimizers(self._task) if mode is Mode.TRAIN else "",
-                f"signature {recording.signature.text}",
-            ]
-        )
+        optimizers = describe_optimizers(self._task) if mode is Mode.TRAIN else ""
+        told = note(), describe_plan(plan), describe_programs(programs), optimizers
+        text = "\n".join([*told, f"signature {recording.signature.text}"])
         self._job.member.agree(f"plan {number} ({mode.value})", text)
         made = self._open(number, plan, programs, found.numbers)
         recording.graph.state.guards.settle()
@@ -446,11 +447,10 @@ class Planner:
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
-        owners, num_workers = self.known_owners(), self._job.num_workers
         return make_plan(
             *(graph, self._task),
-            num_workers=num_workers,
-            owners=owners,
+            num_workers=self._job.num_workers,
+            owners=self.known_owners(),
             part=part,
             seats=self._job.seats_left,
             goes_on=self._job.goes_on,

@@ -80,6 +80,7 @@ class ProgramRunner:
         nodes: The nodes of the plan's graph.
         state: Parameters and buffers of this worker, by node.
         plan_number: Number of the plan in the job.
+        has_run: Whether its engine has noted a step.
     """
 
     def __init__(self, parts: RunnerParts) -> None:
@@ -136,8 +137,7 @@ class ProgramRunner:
         self._first_wait = waits[0]
         self._first_received = first_received(parts.program, parts.plan)
         self._first_wait_of_backward = next(p for p in waits if p >= self._first_of_backward)
-        self.position = 0
-        self.step = -1
+        self.position, self.step, self.has_run = 0, -1, False
 
     def _announce_values(self) -> None:
         """Before each computation, announce the values that are sent right after it.
@@ -245,17 +245,18 @@ class ProgramRunner:
         self.step, self.position = step, 0
         if self._parts.sums is not None and microbatches is not None and not microbatches.start:
             self._parts.sums.begin_batch()
+        nothing = ((),) * len(inputs)
         return StepState(
             step,
             inputs,
             numbers,
             microbatches,
-            values=[self._owned_outputs.copy() for _ in inputs],
-            leaves=[{} for _ in inputs],
-            roots=[{} for _ in inputs],
-            collected=[{} for _ in inputs],
-            received=[{} for _ in inputs],
-            pending=[{} for _ in inputs],
+            values=[*map(dict, (self._owned_outputs,) * len(inputs))],
+            leaves=[*map(dict, nothing)],  # a comprehension would be a call
+            roots=[*map(dict, nothing)],
+            collected=[*map(dict, nothing)],
+            received=[*map(dict, nothing)],
+            pending=[*map(dict, nothing)],
         )
 
     def _run_until(self, end: int, state: StepState) -> None:

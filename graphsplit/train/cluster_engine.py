@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 
@@ -48,7 +47,7 @@ from graphsplit.planning.step_plan import (
 from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
-from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.runtime.step_state import StepState
 from graphsplit.settings import GO_ON, WAIT_REJOIN
 from graphsplit.train.asking import answered
 from graphsplit.train.cluster_state import ClusterState
@@ -56,7 +55,6 @@ from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import NOTHING, Beside, unflatten_outputs
 
 Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leaves on this worker
-_UNSEEN = nullcontext()
 
 
 class ClusterEngine(ClusterState):
@@ -75,7 +73,6 @@ class ClusterEngine(ClusterState):
         self._leading = Leading(task, job, self.planner, self.progress)
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
-        self._have_run: WeakSet[ProgramRunner] = WeakSet()
 
     @property
     def stops_here(self) -> bool:
@@ -343,49 +340,66 @@ class ClusterEngine(ClusterState):
         for phase in planned.phases(division):
             if phase.mark is not None:
                 phase.mark()
-            known: AbstractContextManager[StepPhase] = nullcontext(phase)
             if phase.planned.asks:
                 known = answered(phase, division, step, self.planner, self._job, self.progress)
-            with known as phase:
-                if phase.planned.asks:
-                    self._end_in_error(phase, step)
-                plan, profiler = phase.planned, self.profiler
-                is_trained = plan.plan.placed.graph.mode is Mode.TRAIN
-                is_watched = plan.wants_costs or (profiler.is_on and is_trained)
-                if is_watched:
-                    profiler.begin(plan, step)
-                before = note_left(plan, self._job.rank) if plan.left_by_calls else []
-                witness = _UNSEEN if self.witness is None else self.witness.watch(plan.runner)
-                in_turn = phase.weights and not plan.plan.is_microbatched
-                with witness, phase.drawing(self.progress) if in_turn else _UNSEEN:
-                    state = plan.runner.run(
-                        step,
-                        phase.inputs,
-                        numbers=plan.numbers,
-                        microbatches=phase.microbatches(self.progress) if phase.weights else None,
-                        meanwhile=meanwhile,
-                    )
-                if is_watched:
-                    profiler.end(plan)
-                if plan.left_by_calls:
-                    share_left(self._job.control, plan, before)
-                if plan.written_inputs and division is not None:
-                    for inputs in phase.inputs:
-                        share_written(self._job.control, plan, inputs, holders)
-                if plan.asking_inputs and division is not None and holders == self._job.ranks:
-                    given = map(leaves, division.microbatches[phase.start :])
-                    share_gradients_of_inputs(self._job.control, plan, state.of_inputs, given)
-                self._note_run(plan)
-                meanwhile = None
+                with known as phase:
+                    if phase.planned.asks:
+                        self._end_in_error(phase, step)
+                    state = self._run_phase(phase, step, division, holders, meanwhile)
+            else:
+                state = self._run_phase(phase, step, division, holders, meanwhile)
+            meanwhile = None
             yield phase, state.values
         if planned.exchange is not None:
             planned.exchange.runner.run(step, [()] * planned.exchange.part.num_microbatches)
         self.planner.writes.after_step()
 
+    def _run_phase(
+        self,
+        phase: StepPhase,
+        step: int,
+        division: Division | None,
+        holders: Collection[int],
+        meanwhile: Callable[[], None] | None,
+    ) -> StepState:
+        plan, profiler = phase.planned, self.profiler
+        is_trained = plan.plan.placed.graph.mode is Mode.TRAIN
+        is_watched = plan.wants_costs or (profiler.is_on and is_trained)
+        if is_watched:
+            profiler.begin(plan, step)
+        before = note_left(plan, self._job.rank) if plan.left_by_calls else []
+        run = partial(
+            plan.runner.run,
+            step,
+            phase.inputs,
+            numbers=plan.numbers,
+            microbatches=phase.microbatches(self.progress) if phase.weights else None,
+            meanwhile=meanwhile,
+        )
+        in_turn = phase.weights and not plan.plan.is_microbatched
+        if self.witness is None and not in_turn:  # as at most steps: contexts take time
+            state = run()
+        else:
+            witness = nullcontext() if self.witness is None else self.witness.watch(plan.runner)
+            with witness, phase.drawing(self.progress) if in_turn else nullcontext():
+                state = run()
+        if is_watched:
+            profiler.end(plan)
+        if plan.left_by_calls:
+            share_left(self._job.control, plan, before)
+        if plan.written_inputs and division is not None:
+            for inputs in phase.inputs:
+                share_written(self._job.control, plan, inputs, holders)
+        if plan.asking_inputs and division is not None and holders == self._job.ranks:
+            given = map(leaves, division.microbatches[phase.start :])
+            share_gradients_of_inputs(self._job.control, plan, state.of_inputs, given)
+        self._note_run(plan)
+        return state
+
     def _note_run(self, plan: ReadyPlan) -> None:
         """After a plan's first run workers tell each other the sizes that it gave to buffers."""
-        if plan.runner not in self._have_run:
-            self._have_run.add(plan.runner)
+        if not plan.runner.has_run:
+            plan.runner.has_run = True
             tensors = named_state(self._task.network, self._task.loss_fn)
             if share_sizes(self._job.control, plan.plan, tensors):
                 self.planner.recordings.forget_sizes()

@@ -22,7 +22,7 @@ from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, positio
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders, Reading
 from graphsplit.optimizers.tensor_owners import ComparedWrites
-from graphsplit.planning.compared.announced import NOTHING_READ
+from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.writes import Writes
 from graphsplit.settings import FAIL_FAST
@@ -88,6 +88,29 @@ def test_a_batch_like_the_one_before_is_announced_without_a_word_about_its_looks
     leader.send(Ticket(shape(10), checksum=7, previous_checksum=8))
     assert len(wire.messages[0].rstrip(b"\0")) < 40
     assert follower.receive(0) == Ticket(first.shape, checksum=7, previous_checksum=8, step=1)
+
+
+def test_values_like_those_before_are_one_object_and_no_other_bits_are() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    nan = float("nan")
+    steps = [
+        PythonStep(3, (), settings=(0.0, nan)),
+        PythonStep(3, (), settings=(0.0, nan)),
+        PythonStep(3, (), settings=(-0.0, nan)),
+        PythonStep(4, (), settings=(-0.0, nan)),
+        PythonStep(4, (-0.0,), settings=(nan,)),
+        PythonStep(4, (-0.0,), settings=(nan,), written=("weight",)),
+        PythonStep(4, (-0.0,), settings=(nan,)),
+    ]
+    found = []
+    for python in steps:
+        leader.send(Ticket(shape(10), python=python))
+        found.append(follower.receive(0).python)
+        assert repr(found[-1]) == repr(python)
+    assert found[1] is found[0]
+    assert len(set(map(id, found))) == len(found) - 2
+    assert found[-1] is found[-3]
 
 
 def test_what_is_news_is_told_although_the_batch_looks_like_the_one_before() -> None:

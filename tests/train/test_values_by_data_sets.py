@@ -316,17 +316,21 @@ def test_a_rate_that_the_data_set_changes_is_that_of_workers_that_read_nothing_t
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "value", "said"),
     [
-        ("lr", "lr of the optimizer's group 0 is 0.5 on worker 1, 0.1 on worker 0"),
-        ("dampening", "dampening of the optimizer's group 0 is 0.5 on worker 1, 0.0 on worker 0"),
+        ("lr", 0.5, "lr of the optimizer's group 0 is 0.5 on worker 1, 0.1 on worker 0"),
+        ("dampening", 0.5, "dampening of the optimizer's group 0 is 0.5 on worker 1, 0.0 on"),
+        ("dampening", -0.0, "dampening of the optimizer's group 0 is -0.0 on worker 1, 0.0 on"),
     ],
 )
-def test_a_setting_that_one_worker_alone_changes_is_named(key: str, said: str) -> None:
+@pytest.mark.parametrize("step", [2, 5])  # where nothing was new in the step before, too
+def test_a_setting_that_one_worker_alone_changes_is_named(
+    key: str, value: float, said: str, step: int
+) -> None:
     def train(rank: int) -> Any:
         def change(group: Any, num_steps: int) -> None:
-            if rank == 1 and num_steps == 2:
-                group[key] = 0.5
+            if rank == 1 and num_steps == step:
+                group[key] = value
 
         return train_at_rates(nothing, change)
 
