@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from graphsplit.errors import ConfigurationError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Names of arguments in other libraries, and here.
+_USUAL_ARGUMENTS = {
+    "model": "net", "module": "net", "network": "net", "loss": "loss_fn", "criterion": "loss_fn",
+    "optim": "optimizer", "optimizers": "optimizer", "amp": "autocast", "grad_clip": "clip",
+    "num_epochs": "epochs", "dataloader": "loader", "train_loader": "loader", "data": "loader",
+    "validation_data": "validation", "val_loader": "validation", "valid": "validation",
+    "steps_per_epoch": "steps", "nprocs": "workers", "num_workers": "workers",
+    "timeout": "timeout_s", "monitor": "metric", "filepath": "path", "dirpath": "path",
+}  # fmt: skip
 _CUT = "\n... ({} characters left out) ...\n"
 
 
@@ -40,8 +55,53 @@ def need(call: str, name: str, value: Any, is_right: object, expected: str) -> N
     """
     if not is_right:
         is_short = isinstance(value, (bool, int, float, str, type(None)))
-        shown = repr(value)[:80] if is_short else described(value)
+        is_empty = isinstance(value, (list, tuple, dict)) and not value
+        shown = repr(value)[:80] if is_short or is_empty else described(value)
         raise ConfigurationError(f"{call}: {name}={shown}\n  Fix: pass {expected}.")
+
+
+def called(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a public function: arguments that it does not take are told with those it takes.
+
+    Args:
+        name: The function, as users write it: ``"model.train"``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # it comes from inside
+                told = _told_of_arguments(name, function, str(error))
+            raise TypeError(told)
+
+        return call
+
+    return decorate
+
+
+def _told_of_arguments(name: str, function: Callable[..., Any], problem: str) -> str:
+    """Python's own sentence under the name that users write, the name meant, and what fits."""
+    taken = [
+        one.replace(annotation=inspect.Parameter.empty)
+        for one in inspect.signature(function).parameters.values()
+        if one.name != "self"
+    ]
+    names = [one.name for one in taken]
+    problem = problem.partition("() ")[2] or problem
+    unknown = re.search("unexpected keyword argument '(.*?)'", problem)
+    twice = re.search("multiple values for argument '(.*)'", problem)
+    hint = ""
+    if unknown:
+        usual = {k: v for k, v in _USUAL_ARGUMENTS.items() if v in names}
+        hint = meant(unknown[1], names, usual)
+    elif twice:
+        hint = f"; it is number {names.index(twice[1]) + 1} of those without a name"
+    shown = str(inspect.Signature(taken))
+    return f"{name}() {problem}{hint}\n  Fix: {name}{shown}"
 
 
 def join_numbers(numbers: Iterable[int], *, most: int = 32) -> str:

@@ -16,11 +16,13 @@ from graphsplit.collectives.exchange import PartOfJob
 from graphsplit.collectives.making import Making, check_value, pass_value
 from graphsplit.collectives.reductions import RankReduction, described, tensor_of
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import called
 
 Value = TypeVar("Value", torch.Tensor, int, float, bool, complex)
 Op = Literal["sum", "mean", "prod", "min", "max"]
 
 
+@called("gs.all_reduce")
 def all_reduce(value: Value, op: Op = "sum", *, ranks: Iterable[int] | None = None) -> Value:
     """The values of all workers, reduced to one, on all of them.
 
@@ -47,6 +49,7 @@ def all_reduce(value: Value, op: Op = "sum", *, ranks: Iterable[int] | None = No
     return found
 
 
+@called("gs.reduce")
 def reduce(
     value: Value, dst: int = 0, op: Op = "sum", *, ranks: Iterable[int] | None = None
 ) -> Value | None:
@@ -68,6 +71,7 @@ def reduce(
     return found
 
 
+@called("gs.broadcast")
 def broadcast(value: Value, src: int = 0, *, ranks: Iterable[int] | None = None) -> Value:
     """The value of worker ``src``, on all workers.
 
@@ -90,6 +94,7 @@ def broadcast(value: Value, src: int = 0, *, ranks: Iterable[int] | None = None)
     return found
 
 
+@called("gs.broadcast_object")
 def broadcast_object(value: Any, src: int = 0, *, ranks: Iterable[int] | None = None) -> Any:
     """A nested Python value of worker ``src``, on all workers.
 
@@ -112,6 +117,7 @@ def broadcast_object(value: Any, src: int = 0, *, ranks: Iterable[int] | None = 
     return making.make(value, f"src={src}", _deliver(making))
 
 
+@called("gs.all_gather")
 def all_gather(value: Value, *, ranks: Iterable[int] | None = None) -> torch.Tensor:
     """The tensors of all workers, one after the other, on all of them.
 
@@ -131,6 +137,7 @@ def all_gather(value: Value, *, ranks: Iterable[int] | None = None) -> torch.Ten
     return found
 
 
+@called("gs.gather")
 def gather(
     value: Value, dst: int = 0, *, ranks: Iterable[int] | None = None
 ) -> torch.Tensor | None:
@@ -151,6 +158,7 @@ def gather(
     return found
 
 
+@called("gs.scatter")
 def scatter(
     value: torch.Tensor | None, src: int = 0, *, ranks: Iterable[int] | None = None
 ) -> torch.Tensor:
@@ -188,6 +196,7 @@ def scatter(
     return found
 
 
+@called("gs.send")
 def send(value: Any, dst: int) -> None:
     """Give worker ``dst`` a value, which it takes by ``recv``.
 
@@ -206,6 +215,7 @@ def send(value: Any, dst: int) -> None:
     pass_value("send", dst, [value])
 
 
+@called("gs.recv")
 def recv(src: int) -> Any:
     """Take the value that worker ``src`` gives by ``send``; waits until it is there.
 

@@ -58,8 +58,10 @@ class Making:
             )
             ranks = list(ranks)
             need(name, "ranks", ranks, ranks, "at least one rank, or None for all workers")
-        for rank in (*(ranks or ()), *(() if root is None else (root,))):
-            _check_kind(name, rank)
+        for rank in ranks or ():
+            _check_kind(name, "ranks=[...]: one", rank)
+        if root is not None:
+            _check_kind(name, _of_root(name), root)
         if job is None:
             return cls(name, line, None, (0,), 0)
         members = tuple(job.ranks) if ranks is None else tuple(sorted(set(ranks)))
@@ -129,7 +131,7 @@ def pass_value(name: str, peer: int, values: Sequence[Any]) -> Any:
         ConfigurationError: There is no such worker; or lost workers may come back.
     """
     job, line = joined.current(), line_now(sys._getframe(1))
-    _check_kind(name, peer)
+    _check_kind(name, _of_root(name), peer)
     if job is None:
         raise ConfigurationError(
             f"{name}: there is one process, and no worker {peer}\n"
@@ -151,9 +153,14 @@ def pass_value(name: str, peer: int, values: Sequence[Any]) -> Any:
         return pass_on(PartOfJob(job.sent, ends), values)
 
 
-def _check_kind(name: str, rank: Any) -> None:
+def _of_root(name: str) -> str:
+    """How the argument is called that names one worker."""
+    return "dst" if name in ("reduce", "gather", "send") else "src"
+
+
+def _check_kind(name: str, argument: str, rank: Any) -> None:
     """Refuse a rank that no job has; in one process nobody knows how many workers there are."""
-    need(name, "a rank", rank, type(rank) is int and rank >= 0, "a worker's rank, an int from 0 on")
+    need(name, argument, rank, type(rank) is int and rank >= 0, "a worker's rank, an int from 0 on")
 
 
 def _check_rank(name: str, rank: int, job: Job) -> None:

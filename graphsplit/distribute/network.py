@@ -40,6 +40,7 @@ from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.tensor_meta import sample_of
+from graphsplit.text import called, described
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
 from graphsplit.torch_ext.private import (
     COMPILED_CALLS,
@@ -53,6 +54,7 @@ from graphsplit.train.arguments import problems_of_dynamic_dims
 Network = TypeVar("Network", bound=nn.Module)
 
 
+@called("gs.distribute")
 def distribute(
     net: Network,
     *,
@@ -119,7 +121,7 @@ def _has_others() -> bool:
 def _check(net: Any) -> None:
     if not isinstance(net, nn.Module):
         raise ConfigurationError(
-            f"distribute was given a {type(net).__name__}; expected a torch.nn.Module\n"
+            f"distribute was given {described(net)}; expected a torch.nn.Module\n"
             f"  Fix: pass the network itself, not what torch.compile made of it."
         )
     if behind(net) is not None:

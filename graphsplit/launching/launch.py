@@ -17,6 +17,7 @@ from graphsplit.errors import ConfigurationError, JobFailedError
 from graphsplit.launching import call, outcome, process
 from graphsplit.launching.outcome import Raised, Returned
 from graphsplit.root_cause import FailureCause
+from graphsplit.text import called, need
 
 WORKER = "graphsplit.launching.worker"
 _FEWEST = 2  # fewer cut nothing
@@ -24,6 +25,7 @@ _Fn = Callable[..., Any]
 _Launched = Callable[..., list[Any]]
 
 
+@called("gs.launch")
 def launch(
     fn: Callable[..., Any],
     workers: int | None = None,
@@ -66,6 +68,7 @@ def launch(
     """
     workers = _number_of(workers)
     check_call(fn, workers, timeout_s, restarts)
+    _check_given(args, kwargs, log_dir)
     wanted = call.LaunchedCall(fn, tuple(args), dict(kwargs or {}))
     body = bytearray(call.pickled(wanted))
     with files.memory_files(2 + workers) as (first, answer_file, *results):
@@ -94,6 +97,7 @@ def launcher(
     restarts: int = 0,
     log_dir: str | Path | None = None,
 ) -> Callable[[_Fn], _Launched]: ...
+@called("gs.launcher")
 def launcher(
     fn: Any = None,
     /,
@@ -109,10 +113,12 @@ def launcher(
     function itself is ``fn.__wrapped__``.
     """
     options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": restarts, "log_dir": log_dir}
+    is_count = workers is None or (type(workers) is int and workers > 0)
+    need("gs.launcher", "workers", workers, is_count, "a whole number, at least 1")
 
     def decorate(fn: _Fn) -> _Launched:
-        if not callable(fn):
-            raise _not_callable(fn)
+        example = "a function: @gs.launcher, or @gs.launcher(workers=4), above it"
+        need("gs.launcher", "fn", fn, callable(fn), example)
 
         @functools.wraps(fn)
         def launched(*args: Any, **kwargs: Any) -> list[Any]:
@@ -141,17 +147,18 @@ def check_call(
         ConfigurationError: An argument is wrong, or this process is part of a job.
     """
     if not callable(fn):
-        raise _not_callable(fn)
+        raise ConfigurationError(
+            f"gs.launch was given {fn!r:.80}, which is no function\n  Fix: pass the function, its "
+            f"arguments apart: gs.launch(train, workers=4, args=(10,))"
+        )
     for name, value, least in (("workers", workers, 1), ("restarts", restarts, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(
                 f"{called}(..., {name}={value!r}): expected a whole number, at least {least}\n"
                 f"  Fix: {called}(fn, {name}={max(least, _FEWEST)})"
             )
-    if timeout_s is not None and not timeout_s > 0:
-        raise ConfigurationError(
-            f"gs.launch(..., timeout_s={timeout_s!r}): expected more than 0 seconds, or None"
-        )
+    is_time = isinstance(timeout_s, (int, float)) and timeout_s > 0
+    need(called, "timeout_s", timeout_s, timeout_s is None or is_time, "seconds, or None")
     if os.environ.get("MS_ROLE", "").strip():
         raise ConfigurationError(
             f"{called}({call.name_of(fn)}) was called in a process of a job (MS_ROLE is "
@@ -161,11 +168,15 @@ def check_call(
         )
 
 
-def _not_callable(fn: Any) -> ConfigurationError:
-    return ConfigurationError(
-        f"gs.launch was given {fn!r:.80}, which is no function\n"
-        f"  Fix: pass the function, its arguments apart: gs.launch(train, workers=4, args=(10,))"
+def _check_given(args: Any, kwargs: Any, log_dir: Any) -> None:
+    is_several = isinstance(args, Sequence) and not isinstance(args, (str, bytes))
+    need("gs.launch", "args", args, is_several, "the function's arguments, as in args=(10,)")
+    is_named = kwargs is None or (
+        isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     )
+    need("gs.launch", "kwargs", kwargs, is_named, "a dictionary, as in kwargs={'rate': 0.1}")
+    is_path = log_dir is None or isinstance(log_dir, (str, os.PathLike))
+    need("gs.launch", "log_dir", log_dir, is_path, "the path of a folder, or None")
 
 
 def results_of(

@@ -23,7 +23,7 @@ from torch import nn
 
 from graphsplit.errors import PlacementError
 from graphsplit.marks.workers import UnknownWorkerError, numbered
-from graphsplit.text import need
+from graphsplit.text import described, need
 
 WORKER_ROLE = "MS_WORKER"
 _MODULE_ATTRIBUTE = "_graphsplit_placement"
@@ -152,8 +152,9 @@ def callers_line(depth: int) -> str:
 def problem_with(role: object, rank: object) -> tuple[str, str] | None:
     """The fault in a role and a rank, and how to mend it; None if there is none."""
     if role != WORKER_ROLE:
+        shown = repr(role) if isinstance(role, (str, int, float)) else described(role)
         return (
-            f"role {role!r} is not known; expected {WORKER_ROLE!r}",
+            f"role {shown} is not known; expected {WORKER_ROLE!r}",
             f"only workers run operations: place({WORKER_ROLE!r}, rank)",
         )
     if isinstance(rank, bool) or not isinstance(rank, int):
@@ -242,6 +243,8 @@ def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> n
             has already planned, or one that a rule of ``gs.apply_placement`` puts elsewhere.
     """
     source = callers_line(3)  # past the installed method
+    is_module = isinstance(module, nn.Module)
+    need("place", "self", module, is_module, "a module, as in net.layer.place(0)")
     name = type(module).__name__
     annotation = _check_ranks(f"{name}.place", role, rank, rows, source)
     children = list(module.children()) if isinstance(module, _CONTAINERS) else []

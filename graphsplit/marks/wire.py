@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import described
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS
 from graphsplit.torch_ext.private import pytree
 
@@ -79,7 +80,7 @@ def wire(value: T, dtype: torch.dtype) -> T:
         return value
     if not isinstance(value, torch.Tensor):
         raise ConfigurationError(
-            f"gs.wire: expected a tensor or a module; got a {type(value).__name__}\n"
+            f"gs.wire: expected a tensor or a module; got {described(value)}\n"
             f"  Fix: wire each tensor of it, or the module that returns it."
         )
     if value.dtype == dtype:

@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import need
 from graphsplit.torch_ext.private import foreach_norm, grouped_tensors, has_foreach_support
 
 Kind = tuple[torch.dtype, torch.device]
@@ -38,6 +39,9 @@ class GlobalNorm:
 
     def __post_init__(self) -> None:
         _check_number("GlobalNorm", "max_norm", self.max_norm)
+        is_bool = isinstance(self.error_if_nonfinite, bool)
+        shown = "error_if_nonfinite", self.error_if_nonfinite
+        need("GlobalNorm", *shown, is_bool, "True or False")
         if not isinstance(self.norm_type, (int, float)) or math.isnan(self.norm_type):
             raise ConfigurationError(
                 f"GlobalNorm: norm_type is {self.norm_type!r}; expected a number, as in 2.0"

@@ -9,6 +9,7 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.own_step import say_per_parameter, step_hooks
+from graphsplit.text import described
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
@@ -53,7 +54,7 @@ def per_parameter(optimizer: _Optimizer) -> _Optimizer:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"per_parameter was given {optimizer!r}; expected a torch.optim.Optimizer"
+            f"per_parameter was given {described(optimizer)}; expected a torch.optim.Optimizer"
         )
     say_per_parameter(optimizer)
     return optimizer

@@ -31,6 +31,7 @@ from graphsplit.optimizers.own_step import guard_state
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.partial_norm import Share
 from graphsplit.partition.shared_norms import REDUCTION_DTYPE
+from graphsplit.text import described
 from graphsplit.torch_ext.attributes import GROWTH
 
 GradientOrder = Literal["left", "pairs"]
@@ -327,9 +328,10 @@ def rules_problems(optimizers: Any, clip: Any, scaler: Any) -> list[str]:
     if len({id(optimizer) for optimizer in several}) < len(several):
         problems.append("optimizer names the same optimizer twice")
     if clip is not None and not isinstance(clip, (GlobalNorm, Value)):
-        problems.append(f"clip is {clip!r}; expected gs.clip.GlobalNorm(...) or gs.clip.Value(...)")
+        shown = repr(clip) if isinstance(clip, (int, float, str)) else described(clip)
+        problems.append(f"clip is {shown}; expected gs.clip.GlobalNorm(...) or gs.clip.Value(...)")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        problems.append(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler")
+        problems.append(f"scaler is {described(scaler)}; expected a torch.amp.GradScaler")
     return problems
 
 

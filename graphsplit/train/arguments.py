@@ -106,7 +106,9 @@ def check_run(
     problems = []
     if not _is_count(epochs, 0):
         shown = repr(epochs) if isinstance(epochs, int) else described(epochs)
-        problems.append(f"epochs is {shown}; expected an int of 0 or more")
+        is_swapped = isinstance(epochs, Iterable) and _is_count(loader, 0)
+        hint = f"; did you mean train({loader}, loader)?" if is_swapped else ""
+        problems.append(f"epochs is {shown}; expected an int of 0 or more{hint}")
     if steps is not None and not _is_count(steps, 1):
         problems.append(f"steps={steps!r}; expected an int of 1 or more, or None")
     if not isinstance(resume, bool):
@@ -150,6 +152,10 @@ def _problems_of_metrics(metrics: Any) -> list[str]:
             f"{{'Accuracy': gs.metrics.Accuracy()}}"
         ]
     return [
+        f"metrics has the name {name!r}; expected a string"
+        for name in metrics
+        if not isinstance(name, str)
+    ] + [
         f"metric {name!r} is {described(metric)}; expected a graphsplit.metrics.Metric, an object "
         f"with reset, update and compute, or a function (outputs, target) -> number"
         for name, metric in metrics.items()

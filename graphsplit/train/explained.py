@@ -13,6 +13,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.python.answers import Answers
+from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.partition.explain.plan import Detail, explain_plan
@@ -162,6 +163,7 @@ class Explainer:
         self, path: str | Path, batch: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """See ``Model.save_placement``."""
+        check_path("save_placement: path", path)
         self._written(batch, kwargs, method="save_placement").save(path)
 
     def last_losses(self) -> dict[str, torch.Tensor]:
@@ -258,6 +260,9 @@ _USUAL = {
     "summary": "explain",
     "net": "network",
     "module": "network",
+    "parameters": "network",
+    "named_parameters": "network",
+    "to": "network",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import no_attribute
+from graphsplit.text import need, no_attribute
 
 _WHERE_SCORES_ARE = (
     "\n  Fix: return the scores, or a loss and then the scores, or call them 'logits' in a mapping "
@@ -129,6 +129,8 @@ class Loss(_Mean):
 
     def __init__(self, part: str | None = None) -> None:
         super().__init__()
+        is_name = part is None or isinstance(part, str)
+        need("gs.metrics.Loss", "part", part, is_name, "the name of what is returned beside it")
         self._part = part
 
     def update(

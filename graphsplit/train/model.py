@@ -24,6 +24,7 @@ from graphsplit.planning.task import ReadBy
 from graphsplit.profiling.links import Links
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
+from graphsplit.text import called, need
 from graphsplit.train.arguments import ModelArguments, check_loader, check_run
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.callbacks.watching import Validation, check_watched
@@ -110,6 +111,7 @@ class Model(Shown, Steps):
             (``MS_ROLE``, torchrun, srun, ...) and ``gs.init()`` was not called.
     """
 
+    @called("gs.Model")
     def __init__(
         self,
         net: nn.Module,
@@ -197,6 +199,7 @@ class Model(Shown, Steps):
         with self._engine.guard():
             self._engine.renew()
 
+    @called("model.train")
     def train(
         self,
         epochs: int,
@@ -246,6 +249,7 @@ class Model(Shown, Steps):
         check_watched(callbacks, () if validation is None else self._metrics)
         self._calls.train(epochs, loader, callbacks, resume, steps, self)
 
+    @called("model.eval")
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
 
@@ -346,6 +350,7 @@ class Model(Shown, Steps):
     @overload
     def state_dict(self, *, to: PathLike) -> None: ...
 
+    @called("model.state_dict")
     def state_dict(self, *, to: PathLike | None = None) -> dict[str, Any] | None:
         """The network's full state with its original keys; in a cluster gathered on every worker.
 
@@ -360,6 +365,7 @@ class Model(Shown, Steps):
         """
         return self._stored.state_dict(to)
 
+    @called("model.load_state_dict")
     def load_state_dict(
         self,
         state: Mapping[str, Any] | PathLike,
@@ -389,8 +395,11 @@ class Model(Shown, Steps):
         """
         if assign:
             raise ConfigurationError(_ASSIGNED)
+        is_flag = strict is None or isinstance(strict, bool)
+        need("load_state_dict", "strict", strict, is_flag, "True or False")
         return self._stored.load_state_dict(state, {} if strict is None else {"strict": strict})
 
+    @called("model.optimizer_state_dict")
     def optimizer_state_dict(self, *, to: PathLike | None = None) -> Any:
         """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker.
 
@@ -415,6 +424,7 @@ class Model(Shown, Steps):
         need_optimizer(self._task, "load_optimizer_state_dict")
         self._stored.load_optimizer_state_dict(state)
 
+    @called("model.save")
     def save(
         self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
     ) -> None:
@@ -437,6 +447,7 @@ class Model(Shown, Steps):
         """
         self._stored.save(path, gather, {} if extra is None else extra)
 
+    @called("model.load")
     def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
         """Load a whole training state, from any number of workers and any placement.
 

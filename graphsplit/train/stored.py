@@ -13,7 +13,7 @@ from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.checkpoint.states import Loaded, PathLike, States
 from graphsplit.errors import CheckpointError, ConfigurationError, GraphsplitError, StateError
 from graphsplit.planning.task import Task
-from graphsplit.text import need
+from graphsplit.text import described, need
 from graphsplit.train.engine import Engine
 
 
@@ -129,4 +129,5 @@ _OF_OPTIMIZER = "what optimizer_state_dict() gave, with 'state' and 'param_group
 
 def _check_mapping(what: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{what} is {value!r}; expected a dictionary\n  Fix: pass one.")
+        shown = repr(value) if isinstance(value, (int, float, str, list)) else described(value)
+        raise ConfigurationError(f"{what} is {shown:.80}; expected a dictionary\n  Fix: pass one.")

@@ -197,7 +197,7 @@ def test_other_shapes_than_captured_are_an_error_of_the_step() -> None:
 
 
 def test_only_modules_and_functions_can_be_marked() -> None:
-    with pytest.raises(TypeError, match="takes a module or a function, not a int"):
+    with pytest.raises(TypeError, match="takes a module or a function, not an int"):
         gs.opaque(3)  # type: ignore[type-var]
 
 

@@ -264,7 +264,7 @@ def test_a_decorated_function_is_launched(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="zip"):
         bare(1)  # two have left something here
     assert launcher.request.job.num_workers == 5
-    with pytest.raises(ConfigurationError, match="no function"):
+    with pytest.raises(ConfigurationError, match="fn=3"):
         gs.launcher(3)
     with pytest.raises(TypeError, match="worker"):
         gs.launcher(worker=3)(double)

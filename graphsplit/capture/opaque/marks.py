@@ -16,6 +16,7 @@ from graphsplit.capture.opaque.automatic import has_backward_hooks, refuse_globa
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import module_annotation
+from graphsplit.text import called, described, need
 from graphsplit.torch_ext.attributes import CALL
 
 _MODULE_ATTRIBUTE = "_graphsplit_opaque"
@@ -45,6 +46,7 @@ def opaque(
 ) -> F: ...
 
 
+@called("gs.opaque")
 def opaque(
     what: Any,
     *,
@@ -70,13 +72,18 @@ def opaque(
 
     Raises:
         TypeError: It is neither.
+        ConfigurationError: ``outputs`` or ``is_random`` is of another kind.
     """
+    is_function = outputs is None or callable(outputs)
+    need("gs.opaque", "outputs", outputs, is_function, "a function of the same arguments, or None")
+    is_flag = is_random in (None, True, False)
+    need("gs.opaque", "is_random", is_random, is_flag, "True, False or None")
     mark = Mark(outputs, is_random)
     if isinstance(what, nn.Module):
         what.__dict__[_MODULE_ATTRIBUTE] = mark
         return what
-    if not callable(what):
-        raise TypeError(f"gs.opaque takes a module or a function, not a {type(what).__name__}")
+    if not callable(what) or isinstance(what, type):
+        raise TypeError(f"gs.opaque takes a module or a function, not {described(what)}")
 
     @functools.wraps(what)
     def call(*args: Any, **kwargs: Any) -> Any:

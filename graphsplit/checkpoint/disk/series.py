@@ -16,6 +16,7 @@ from graphsplit.job import joined
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
+from graphsplit.text import described
 
 FIELDS = ("epoch", "step", "num_steps")
 _PLAIN_NAME = re.compile(r"[\w=+,@ -][\w.=+,@ -]*")
@@ -28,7 +29,8 @@ def check_path(what: str, path: Any) -> None:
         ConfigurationError: It is something else.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigurationError(f"{what} is {path!r}; expected a path, as 'runs/first'")
+        shown = repr(path) if isinstance(path, (int, float, type(None))) else described(path)
+        raise ConfigurationError(f"{what} is {shown}; expected a path, as 'runs/first'")
 
 
 class Series:

@@ -12,6 +12,7 @@ import torch
 
 from graphsplit.checkpoint.disk.series import Series
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import called, described
 from graphsplit.train.callbacks.base import Callback, RunContext
 
 
@@ -27,6 +28,7 @@ class LossMonitor(Callback):
         ConfigurationError: ``every`` is no such number.
     """
 
+    @called("LossMonitor")
     def __init__(self, every: int = 0) -> None:
         if type(every) is not int or every < 0:
             raise ConfigurationError(f"every={every!r}; expected an int of 0 or more")
@@ -107,6 +109,7 @@ class LearningRateScheduler(Callback):
         ConfigurationError: An argument is not as above.
     """
 
+    @called("LearningRateScheduler")
     def __init__(
         self,
         scheduler: Any,
@@ -119,8 +122,7 @@ class LearningRateScheduler(Callback):
         watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if not watches and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             raise ConfigurationError(
-                f"scheduler is a {type(scheduler).__name__}; expected one of "
-                f"torch.optim.lr_scheduler"
+                f"scheduler is {described(scheduler)}; expected one of torch.optim.lr_scheduler"
             )
         if metric is not None and not watches:
             raise ConfigurationError(
@@ -182,6 +184,7 @@ class Checkpoint(Callback):
 
     runs_last = True
 
+    @called("Checkpoint")
     def __init__(
         self,
         path: str | os.PathLike[str],

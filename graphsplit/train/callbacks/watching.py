@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import meant
+from graphsplit.text import called, meant
 from graphsplit.train.callbacks.base import Callback, RunContext
 from graphsplit.train.callbacks.usual import print_line
 
@@ -26,8 +26,8 @@ class _Best(Callback):
             )
         if mode not in ("min", "max"):
             raise ConfigurationError(f"mode={mode!r}; expected 'min' or 'max'")
-        if not isinstance(least_gain, int | float):
-            raise ConfigurationError(f"min_delta={least_gain!r}; expected a number")
+        if not isinstance(least_gain, int | float) or not least_gain >= 0:
+            raise ConfigurationError(f"min_delta={least_gain!r}; expected a number of 0 or more")
         self._metric, self._sign = metric, 1.0 if mode == "max" else -1.0
         self._least_gain = least_gain
         self.best: float | None = None
@@ -92,6 +92,7 @@ class EarlyStopping(_Best):
         ConfigurationError: An argument is not as above.
     """
 
+    @called("EarlyStopping")
     def __init__(
         self,
         metric: Watched,
@@ -146,6 +147,7 @@ class KeepBest(_Best):
 
     runs_last = True
 
+    @called("KeepBest")
     def __init__(
         self,
         path: str | os.PathLike[str],
