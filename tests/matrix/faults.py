@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from moments import after_snapshots, before, before_instructions
+from quiet_time import quiet_time
 
 from graphsplit.checkpoint.disk.files import TensorFileWriter
 from graphsplit.cluster.member.connection import Connection
@@ -62,6 +63,11 @@ class Fault:
         (folder / "fault.json").write_text(json.dumps(asdict(self)))
 
 
+def _times() -> str:
+    """This moment, by the clock, and by that which stands still while anything waits for a core."""
+    return f"{time.monotonic()!r} {quiet_time()!r}"
+
+
 class Injector:
     """Watches one process of a job, and hits when the moment has come.
 
@@ -102,7 +108,7 @@ class Injector:
             return
         try:
             with (self._folder / HIT).open("x") as mark:
-                mark.write(repr(time.monotonic()))
+                mark.write(_times())
         except FileExistsError:
             return
         self._hit()
@@ -207,4 +213,4 @@ class Injector:
     def _note_told(self) -> None:
         # Before the call: whom it wakes may keep Python busy for a while.
         if (self._folder / HIT).exists():
-            self._note(TOLD, f"{self._name}: {time.monotonic()!r}")
+            self._note(TOLD, f"{self._name}: {_times()}")

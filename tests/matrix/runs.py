@@ -204,18 +204,20 @@ class Verdicts:
         self._judge_leftovers()
 
     def _judge_detection(self) -> None:
-        hit = float((self._run.folder / HIT).read_text())
+        hit_at, quiet_hit_at = map(float, (self._run.folder / HIT).read_text().split())
         path = self._run.folder / TOLD
         lines = path.read_text().splitlines() if path.exists() else []
-        first: dict[str, float] = {}
+        first: dict[str, tuple[float, float]] = {}
         for line in lines:
             name, _, at = line.rpartition(": ")
             if name != self._fault.victim:
-                first.setdefault(name, float(at) - hit)
+                told_at, quiet_at = map(float, at.split())
+                first.setdefault(name, (told_at - hit_at, quiet_at - quiet_hit_at))
         if first:
             is_unknown = self._fault.victim == "scheduler" and self._case.phase == "registering"
-            self.detected_s = round((min if is_unknown else max)(first.values()), 3)
-            if self.detected_s > self._case.bound_s:
+            which = min if is_unknown else max
+            self.detected_s = round(which(seconds for seconds, _ in first.values()), 3)
+            if which(quiet for _, quiet in first.values()) > self._case.bound_s:
                 self.wrong.append(f"known everywhere only after {self.detected_s:.1f} s: {first}")
 
     def _judge_same_bits(self, reference: list[str]) -> None:
