@@ -30,7 +30,7 @@ class Location:
         source: The user's line: ``"train.py:31, in forward"``.
         edge: The edge whose value is sent or received.
         waits_for: The worker that it waits for.
-        waits_what: What it waits for, in words.
+        waits_what: What it waits for, in words; for all workers, if ``waits_for`` is None.
     """
 
     step: int | None = None
@@ -42,6 +42,11 @@ class Location:
     edge: int | None = None
     waits_for: int | None = None
     waits_what: str = ""
+
+    @property
+    def awaits_all(self) -> bool:
+        """Whether it waits for what all workers have to do."""
+        return self.waits_for is None and self.waits_what != ""
 
 
 NOWHERE = Location()

@@ -139,7 +139,8 @@ class CountedPosition:
     """Where a worker is; ends it at the instruction that was chosen."""
 
     def __init__(self, kill_at: int | None, wait_to_die: Callable[[], None]) -> None:
-        self._progress = 0
+        self._progress = self.aside = 0
+        self.awaits_all = ""
         self.kill_at = kill_at
         self.lets_join: list[Any] = []
         self._wait_to_die = wait_to_die

@@ -134,6 +134,53 @@ def test_a_circle_makes_no_progress_and_neither_does_the_end_of_a_script(drive):
     assert scheduler.last(0).values == {1: 5, 2: 1 << 62}
 
 
+def awaiting_all(rank: int) -> WorkerStatus:
+    return WorkerStatus(rank, str(rank), "host", 100 + rank, location=Location(waits_what="all"))
+
+
+def test_who_waits_for_all_waits_for_those_who_do_not():
+    status = status_of(awaiting_all(0), busy(1), awaiting_all(2))
+    assert [status.waits_for(one) for one in status.workers] == [(1,), (), (1,)]
+    assert standing_still(status, 0) == 1
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_wait_for_all_ends_when_nobody_has_gone_on_for_too_long(drive, stuck: bool):
+    """Worker 1 is in the script for ever; or a snapshot is under way between the two for long."""
+    scheduler = drive(num_workers=2, receive_timeout_s=30).form(host="alpha")
+    for second in range(40):
+        scheduler.say(0, Heartbeat(5, "", location=Location(waits_what="a snapshot")))
+        at = Location(source="train.py:9, in on_train_end")
+        scheduler.say(1, Heartbeat(5 if stuck else second // 20, "", location=at))
+        scheduler.pass_time(1)
+    failed = [line for line in scheduler.log if "the job failed" in line]
+    assert bool(failed) is stuck
+    if stuck:
+        assert "worker 1 (host alpha, pid 101): it made no progress for 30 s" in failed[0]
+        assert "train.py:9, in on_train_end" in failed[0]
+
+
+def test_all_that_wait_for_each_other_and_do_not_go_on_end_too(drive):
+    scheduler = drive(num_workers=2, receive_timeout_s=30).form(host="alpha")
+    for _ in range(32):
+        for rank in range(2):
+            scheduler.say(rank, Heartbeat(5, "", location=Location(waits_what="a snapshot")))
+        scheduler.pass_time(1)
+    (failed,) = [line for line in scheduler.log if "the job failed" in line]
+    assert "workers 0, 1 waited for a snapshot, and nobody made progress for 30 s" in failed
+
+
+def test_who_waits_for_one_that_waits_for_all_is_told_of_their_progress(drive):
+    scheduler = drive(num_workers=3).form()
+    told = []
+    for progress in (7, 8):
+        scheduler.say(2, Heartbeat(progress, "writing"))
+        scheduler.say(1, Heartbeat(1, "", location=Location(waits_what="a snapshot")))
+        scheduler.say(0, Heartbeat(0, "", watched=(1,)))
+        told.append(scheduler.last(0).values[1])
+    assert told[0] < told[1]
+
+
 def test_a_worker_that_has_finished_is_not_expected_to_make_progress(drive):
     scheduler = drive(num_workers=2, node_timeout_s=1000).form()
     scheduler.arrive(0, MeetingKind.FINISH)

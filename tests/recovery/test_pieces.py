@@ -14,6 +14,7 @@ from simulated.memory import MemoryFabric, MemoryTransport
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.encoding import records
 from graphsplit.encoding.packed import FlatTensors
 from graphsplit.errors import (
@@ -21,9 +22,10 @@ from graphsplit.errors import (
     ClusterError,
     ConfigurationError,
     FrameError,
+    JobFailedError,
     StateError,
 )
-from graphsplit.failure import AbortSignal
+from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job.group import read_record
 from graphsplit.job.script import ModelCall
 from graphsplit.job.stream import (
@@ -278,13 +280,35 @@ def test_a_worker_with_little_holds_a_part_of_any_size():
     fabric, policy = MemoryFabric(), WaitPolicy(AbortSignal(), 5.0)
     first, second = (MemoryTransport(fabric, generation=1, policy=policy) for _ in range(2))
     abort = SimpleNamespace(add_waker=lambda wake: None, cause=None)
-    job = SimpleNamespace(rank=1, num_workers=2, transport=second, abort=abort)
+    position = ReportedPosition()
+    member = SimpleNamespace(position=position)
+    job = SimpleNamespace(rank=1, num_workers=2, transport=second, abort=abort, member=member)
     beside = replicator.Replicator(cast(Any, job), held=replicator.HeldCopies())
     beside._open()
     header = bytearray(HEADER.pack(replicator.PART, 3, 48 << 30))
     sender = first.open_sender(channel_spec(SNAPSHOTS, 0, 1, 2))
     sender.send(torch.frombuffer(header, dtype=torch.uint8), step=0, microbatch=0)
     assert beside._pump() and not beside.held.parts
+    assert position.aside == 1, "what moves is progress"
+
+
+def test_who_waits_for_a_snapshot_says_that_it_waits_for_all():
+    position, told = ReportedPosition(), []
+    stop = FailureCause("lost", "lost: the test ends it")
+
+    class Ending(AbortSignal):
+        def raise_if_set(self) -> None:
+            told.append(position.sample())
+            self.set(stop)
+            super().raise_if_set()
+
+    member = SimpleNamespace(position=position)
+    job = SimpleNamespace(rank=1, num_workers=2, abort=Ending(), member=member)
+    beside = replicator.Replicator(cast(Any, job), held=replicator.HeldCopies())
+    with pytest.raises(JobFailedError):
+        beside.wait_committed(0)
+    assert told[0].awaits_all and "a snapshot" in told[0].waits_what
+    assert not position.sample().awaits_all
 
 
 class Clock:

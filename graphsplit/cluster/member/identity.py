@@ -37,12 +37,16 @@ class ReportedPosition:
         text_source: Gives the position in words.
         location_source: Gives it in parts.
         waiting_source: Gives whom this worker waits for at this moment, and for what.
+        awaits_all: What it waits for that all workers have to do, in words.
+        aside: Grows while threads beside the computing one do their job.
         training_source: Gives in words how training goes.
         calls: The calls that this worker has made, which all make alike.
     """
 
     __slots__ = (
         "_last_progress",
+        "aside",
+        "awaits_all",
         "calls",
         "location_source",
         "progress",
@@ -53,6 +57,8 @@ class ReportedPosition:
 
     def __init__(self) -> None:
         self.progress: int = 0
+        self.aside: int = 0
+        self.awaits_all: str = ""
         self.text_source: Callable[[], str] = lambda: "before its first step"
         self.location_source: Callable[[], Location] = lambda: NOWHERE
         self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
@@ -103,6 +109,8 @@ class ReportedPosition:
         if waiting is not None:
             peer, what = waiting
             found = replace(found, waits_for=peer, waits_what=what)
+        elif self.awaits_all:
+            found = replace(found, waits_what=self.awaits_all)
         return bounded_location(found)
 
 

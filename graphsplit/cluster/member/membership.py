@@ -117,7 +117,7 @@ class Membership:
         """The position of this worker at this moment, and the ranks whose progress it asks for."""
         watched, self.watched = self.watched, set()
         return Heartbeat(
-            progress=max(0, self.position.progress),
+            progress=max(0, self.position.progress + self.position.aside),
             position=self.position.text(),
             watched=tuple(sorted(watched)[: limits.MAX_WATCHED]),
             location=self.position.sample(),

@@ -103,5 +103,7 @@ class JobStatus:
         """The ranks that a worker waits for: one peer, or all who have yet to arrive."""
         if worker.meets_at:
             return tuple(one.rank for one in self.workers if not one.meets_at)
-        peer = worker.location.waits_for
-        return () if peer is None else (peer,)
+        here = worker.location
+        if here.awaits_all:
+            return tuple(one.rank for one in self.workers if not one.location.awaits_all)
+        return () if here.waits_for is None else (here.waits_for,)

@@ -92,13 +92,15 @@ def closed_circle(status: JobStatus, for_s: float) -> str:
     """Workers that wait for each other, so that none can go on, in words; empty if there are none.
 
     Each has said so for some time, in which no message came to it. A value of a plan may be under
-    way between two hosts for long: a wait for one proves nothing.
+    way between two hosts for long, and a snapshot beside its steps: a wait for one proves nothing.
     """
     by_rank = {worker.rank: worker for worker in status.workers}
     blocked = {
         rank: [one for one in status.waits_for(worker) if one in by_rank]
         for rank, worker in by_rank.items()
-        if worker.location.edge is None and worker.still_s - worker.heard_s >= for_s
+        if worker.location.edge is None
+        and not worker.location.awaits_all
+        and worker.still_s - worker.heard_s >= for_s
     }
     for start in blocked:
         passed: list[int] = []

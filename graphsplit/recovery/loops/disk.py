@@ -39,6 +39,7 @@ class PartsOnDisk(DiskWriter):
         octets, digest = [piece.numpy().data for piece in part.pieces()], hashlib.sha256()
         for one in octets:
             digest.update(one)
+            self.tick()
         replace_file(path, *octets)
         return to_text({"size": sum(map(len, octets)), "sha256": digest.hexdigest()})
 

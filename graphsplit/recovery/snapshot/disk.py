@@ -25,6 +25,7 @@ from typing import Any
 
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import KEPT, CheckpointContents
+from graphsplit.checkpoint.disk.files import no_tick
 from graphsplit.checkpoint.opaque_memory import WHOLE
 from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
@@ -155,12 +156,14 @@ class DiskWriter:
 
     Attributes:
         writing: Numbers of parts that are not written yet.
+        tick: Called for each piece that is written.
     """
 
     def __init__(self, folder: SnapshotFolder, rank: int, num_workers: int) -> None:
         self._folder = folder
         self._rank, self._num_workers = rank, num_workers
         self.writing: tuple[int, ...] = ()
+        self.tick: Callable[[], None] = no_tick
         self._thread = ThreadPoolExecutor(1, f"graphsplit-disk-{rank}")
         self._begun: deque[tuple[str, int, Future[Any]]] = deque()
 
@@ -230,7 +233,7 @@ class ModelsOnDisk(DiskWriter):
             folder = model_folder(self._folder.path(part.number), index)
             folder.mkdir(parents=True, exist_ok=True)
             contents = contents_of(part, node)
-            files = write_shard(folder, contents, 0, self._rank, self._num_workers)
+            files = write_shard(folder, contents, 0, self._rank, self._num_workers, self.tick)
             models[str(index)] = {
                 "files": [vars(file) for file in files],
                 "sections": told_sections(contents, self._rank, int(node["loader_rank"])),

@@ -60,10 +60,14 @@ class Parts:
         self._disk = None
         if self._folder is not None:
             self._disk = self.writer(self._folder, self._job.rank, self._job.num_workers)
+            self._disk.tick = self._tick
         made = Replicator(self._job, held=held, disk=self._disk)
         made.on_release = self._release
         self._replicator = made
         return made
+
+    def _tick(self) -> None:
+        self._job.member.position.aside += 1
 
     def _choose(
         self, offer: Offer, seats: Sequence[int] | None = None, *, begins_anew: bool = False

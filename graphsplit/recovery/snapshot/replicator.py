@@ -38,6 +38,7 @@ POLL_S, AWAITED_POLL_S = 4e-3, 1e-3
 PATIENCE_S, LOOK_S = 10e-3, 0.5e-3
 MOST_PART_BYTES = 1 << 40  # memory is taken for what has come, not for what is announced
 _COORDINATOR = 0
+_AWAITED = "a snapshot, of which every worker has a part"
 
 
 @dataclass
@@ -155,6 +156,7 @@ class Replicator:
             if is_done():
                 return
             self._num_waiting += 1
+            self._job.member.position.awaits_all = _AWAITED
             self._changed.notify_all()
             try:
                 while not is_done():
@@ -164,6 +166,7 @@ class Replicator:
                     self._wait()
             finally:
                 self._num_waiting -= 1
+                self._job.member.position.awaits_all = ""
 
     def _wait(self) -> None:
         self._changed.wait(TICK_S)
@@ -256,7 +259,9 @@ class Replicator:
                 has_moved = True
                 if message is not None:
                     self._handle(source, message)
-        return self._collect_stored() or has_moved
+        has_moved |= self._collect_stored()
+        self._job.member.position.aside += has_moved
+        return has_moved
 
     def _handle(self, source: int, message: Message) -> None:
         number = message.number

@@ -47,6 +47,8 @@ def _progress(job: JobState, worker: Worker) -> int:
         passed.add(rank)
         total += by_rank[rank].progress
         rank = by_rank[rank].location.waits_for
+    if worker.location.awaits_all:
+        total += sum(one.progress for one in job.roster if not one.is_finished)
     return total
 
 
@@ -193,10 +195,11 @@ def tick(job: JobState) -> None:
 
 
 def watch(job: JobState) -> None:
-    """Report a stall now and then, before it ends the job; end a job whose workers are in a circle.
+    """Report a stall now and then, before it ends the job; end a job that cannot go on.
 
-    A worker's wait is as it was a second ago, and a message takes its time; between two hosts a
-    link that is down may hold it up, which is told as what it is: so not at once.
+    Its workers are in a circle, or wait for all though nobody has gone on for too long. A worker's
+    wait is as it was a second ago, and a message takes its time; between two hosts a link that is
+    down may hold it up, which is told as what it is: so no circle is told at once.
     """
     if job.phase is not JobPhase.RUNNING:
         return
@@ -205,5 +208,9 @@ def watch(job: JobState) -> None:
     after_s = _CIRCLE_S if is_one_host else _CIRCLE_S + job.rules.silence_s
     if still_s >= after_s and (circle := closed_circle(view.status(job, job.now), after_s)):
         ending.fail(job, causes.in_circle(circle))
+    elif still_s > job.rules.receive_timeout_s and (
+        waiting := [one for one in job.roster if one.location.awaits_all]
+    ):
+        ending.fail(job, causes.nobody_goes_on(waiting, job.rules.receive_timeout_s))
     elif job.liveness.watchdog.is_due(still_s):
         view.log_stall(job, level="warning")

@@ -111,6 +111,18 @@ def stands_still(worker: Worker, waiting: FailureCause, timeout_s: float) -> Fai
     return worker.cause("timeout", message)
 
 
+def nobody_goes_on(waiting: Sequence[Worker], timeout_s: float) -> FailureCause:
+    """Some workers wait for what all have to do, and nobody makes progress."""
+    ranks = join_numbers(worker.rank for worker in waiting)
+    message = (
+        f"worker{'s' if len(waiting) > 1 else ''} {ranks} waited for "
+        f"{waiting[0].location.waits_what}, and nobody made progress for {timeout_s:g} s "
+        f"(MS_RECEIVE_MSG_TIMEOUT)\n"
+        f"  Fix: if they really need longer, raise MS_RECEIVE_MSG_TIMEOUT"
+    )
+    return waiting[0].cause("timeout", message)
+
+
 def stalled(missing: Sequence[Worker], arrival: Arrive, timeout_s: float) -> FailureCause:
     """Some workers did not come to a meeting, and make no progress either."""
     ranks = join_numbers(worker.rank for worker in missing)
