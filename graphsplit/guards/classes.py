@@ -120,7 +120,7 @@ def is_made_by_hand(name: str) -> bool:
     package = name.partition(".")[0]
     root = sys.modules.get(package)
     return package not in _BELOW_TORCH and (
-        root is None or getattr(root, "__file__", root.__spec__) is None
+        root is None or getattr(root, "__file__", getattr(root, "__spec__", None)) is None
     )
 
 

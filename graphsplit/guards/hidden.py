@@ -16,11 +16,12 @@ import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import pairwise
+from operator import is_
 from types import BuiltinMethodType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
-from graphsplit.guards.values import CONTAINERS, shown
+from graphsplit.guards.values import CONTAINERS, MISSING, shown
 
 _EMPTY: dict[Any, Any] = {}
 _VIEWS: tuple[type, ...] = (
@@ -75,10 +76,51 @@ def hidden_values(value: Any) -> Iterator[Any]:
 
 def cached_results(cache: Any, label: str) -> Iterator[Place]:
     """Values in a ``functools.lru_cache``: once they are gone, its function is called again."""
-    for held, following in pairwise(gc.get_referents(cache)):
+    held, is_bounded = _held_by(cache)
+    if is_bounded and held:
+        results = _results.setdefault(cache, _Results(weakref.ref(cache)))
+        yield entry(results, tuple(held), f"the results of {label}")
+    elif not is_bounded:
+        for key in held:
+            yield entry(held, key, f"the result of {label} for {shown(key)}")
+
+
+def _held_by(cache: Any) -> tuple[dict[Any, Any], bool]:
+    """The results of a cache by key, and whether it lets go of some when it is full."""
+    seen = gc.get_referents(cache)
+    if seen and seen[0] is type(cache):  # where the version has the class go first
+        del seen[0]
+    for number, (held, following) in enumerate(pairwise(seen)):
         if following is cache.__wrapped__ and type(held) is dict:
-            for key in held:
-                yield entry(held, key, f"the result of {label} for {shown(key)}")
+            if number == 0:
+                return held, cache.cache_parameters()["maxsize"] is not None
+            step = number // len(held)  # each key, its result, and what else a link refers to
+            return dict(zip(seen[:number:step], seen[1:number:step], strict=True)), True
+    return {}, False
+
+
+class _Results:
+    """What a bounded cache holds. Its dictionary has links, each used again for another result."""
+
+    def __init__(self, cache: weakref.ref[Any]) -> None:
+        self._cache = cache
+        self._last: dict[Any, tuple[Any, ...]] = {}
+
+    def __getitem__(self, keys: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results for some keys: the same tuple, while they are the same."""
+        held, _ = _held_by(self._cache())
+        now = tuple([held.get(key, MISSING) for key in keys])
+        last = self._last.get(keys, ())
+        if len(last) == len(now) and all(map(is_, last, now)):
+            return last
+        if len(self._last) == _MOST_KEPT:
+            self._last.clear()
+        self._last[keys] = now
+        return now
+
+
+_MOST_KEPT = 64
+_results: weakref.WeakKeyDictionary[Any, _Results] = weakref.WeakKeyDictionary()
 
 
 def _may_hold(value: Any) -> bool:

@@ -233,6 +233,26 @@ def test_explain_in_one_process_shows_what_a_job_adds_to_clip_by_all_gradients()
     assert "norms and checks of gradients" in model.explain(*BATCHES[0], detail="operations")
 
 
+def test_explain_in_one_process_follows_tensors_that_forward_has_kept_and_written_to() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(4, 2), {"mean": torch.zeros(2)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            self.kept["last"] = h.detach()
+            self.kept["mean"].mul_(0.9).add_(h.detach().mean(0))
+            return h - self.kept["mean"]
+
+    net = Keeps()
+    model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model.train_step(torch.randn(3, 4), torch.tensor([0, 1, 0]))
+    before = {name: held.clone() for name, held in net.kept.items()}
+    assert "train graph on 1 worker" in model.explain(torch.randn(3, 4), torch.tensor([0, 1, 0]))
+    assert all(torch.equal(net.kept[name], held) for name, held in before.items())
+
+
 def test_a_plan_is_shown_for_a_batch_only() -> None:
     net = nn.Linear(2, 2)
     model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))

@@ -27,7 +27,7 @@ from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
 from graphsplit.capture.state.handed import Handed, put_leaves
-from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.capture.state.kept_value import KeptValue, shares_memory
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
 from graphsplit.guards.places import Place, PlaceKind
@@ -433,7 +433,7 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
     found: dict[int, tuple[torch.Tensor, str, Place]] = {}
     for one in noted:
         for leaf, label in _leaves(one.first, one.place.label):
-            if isinstance(leaf, torch.Tensor) and storage_of(leaf) == storage:
+            if shares_memory(leaf, storage):
                 found.setdefault(id(leaf), (leaf, label, one.place))
     if len(found) != 1:
         return {}

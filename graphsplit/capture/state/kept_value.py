@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from graphsplit.errors import OwnershipError
+from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.stand_ins import StandIn, without_memory
 
 _LABEL = "_graphsplit_label"
@@ -61,3 +62,12 @@ class KeptValue(StandIn):
 def label_of(value: KeptValue) -> str:
     """The place whose tensor it stands for, for people."""
     return str(getattr(value, _LABEL))
+
+
+def shares_memory(value: Any, storage: int) -> bool:
+    """Whether a value is a tensor whose memory has a number: what stands for one has none."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) is not KeptValue
+        and storage_of(value) == storage
+    )

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in, put_kept_last
+from graphsplit.capture.state.kept_value import shares_memory
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.guards.visitor import Noted
@@ -104,7 +105,7 @@ def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
         for path, module in root.named_modules()
         for held_by in (vars(module), parameters_of(module), buffers_of(module))
         for name, held in list(held_by.items())
-        if isinstance(held, torch.Tensor) and storage_of(held) == storage
+        if shares_memory(held, storage)
     ]
 
 
