@@ -26,7 +26,11 @@ from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones_whole, refuse_placements_inside
 from graphsplit.capture.opaque.padded_layers import padded_layers_whole
 from graphsplit.capture.opaque.record import OpaqueRecorder
-from graphsplit.capture.operations.opaque_call import OpaqueCall, put_in_place
+from graphsplit.capture.operations.opaque_call import (
+    OpaqueCall,
+    changes_what_is_read,
+    put_in_place,
+)
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
 from graphsplit.capture.python.swallowed import Signals
@@ -335,12 +339,13 @@ def refuse_reads_of_changed(calls: Iterable[OpaqueCall], noted: Iterable[Noted])
     Raises:
         CaptureError: Names both lines.
     """
-    places = [one for one in noted if one.is_read]
+    places = [one for one in noted if one.is_read and one.is_whole]  # else its entries are
     for call in calls:
         for one in _touched(call, call.reached.left, places):
-            raise _refusal(call, one[0])
+            raise CaptureError(changes_what_is_read(call, one[0].place))
         late = frozenset(key for _, key in _touched(call, call.reached.left_late, places))
         call.reached.in_forward |= late
+        call.reached.note_read_outside(one.place for one in places)
 
 
 def _touched(
@@ -355,12 +360,3 @@ def _touched(
         with call.reached.as_left(key, state):
             found = [one for one, was in before if any(differences(was, one.place.read()))]
         yield from ((one, key) for one in found)
-
-
-def _refusal(call: OpaqueCall, one: Noted) -> CaptureError:
-    return CaptureError(
-        f"{call.label} changes {one.place.label}, which is read outside of it as well; the graph "
-        f"would keep what was there before the change\n  {call.source}\n  {one.place.source}\n"
-        f"  Fix: return what it counts as a tensor, or keep all that reads it whole together, with "
-        f"gs.opaque."
-    )

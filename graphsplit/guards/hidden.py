@@ -100,7 +100,7 @@ def _held_by(cache: Any) -> tuple[dict[Any, Any], bool]:
 
 
 class _Results:
-    """What a bounded cache holds. Its dictionary has links, each used again for another result."""
+    """The results in a bounded cache: its dictionary has links, each used again for another one."""
 
     def __init__(self, cache: weakref.ref[Any]) -> None:
         self._cache = cache

@@ -13,6 +13,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.python.answers import Answers
+from graphsplit.capture.state.kept_names import give_back
 from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
@@ -197,8 +198,12 @@ class Explainer:
             Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else Mode.PREDICT
         )
         signature = Signature.of(division.microbatches[0])
-        with as_in(mode, task.network):
-            graph = capture_graph(task, mode, signature, answers=Answers())
+        try:
+            with as_in(mode, task.network):
+                graph = capture_graph(task, mode, signature, answers=Answers())
+        finally:
+            if not isinstance(self._engine, ClusterEngine):
+                give_back(task.network)
         if graph.ending is not None:
             raise graph.ending.error
         if graph.asks:

@@ -17,6 +17,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, Signature, split_batch
 from graphsplit.capture.graph import Mode
 from graphsplit.capture.python.answers import Answers
+from graphsplit.capture.state.kept_names import give_back
 from graphsplit.check.request import read_request, requested_file, write_refusal
 from graphsplit.errors import GraphsplitError
 from graphsplit.frames import line_now
@@ -98,8 +99,11 @@ class SurveyEngine(EagerEngine):
 
     def _plan(self, mode: Mode, signature: Signature, part: StepPart) -> None:
         task = self._task
-        with as_in(mode, task.network):
-            graph = capture_graph(task, mode, signature, answers=Answers())
+        try:
+            with as_in(mode, task.network):
+                graph = capture_graph(task, mode, signature, answers=Answers())
+        finally:
+            give_back(task.network)
         plan_ahead(graph, task, part, num_workers=self._num_workers, owners={})
 
     def _try(self, what: str, action: Callable[[], None]) -> None:

@@ -557,6 +557,87 @@ def test_what_a_call_kept_whole_changes_is_not_read_outside_of_it() -> None:
         )
 
 
+class Late:
+    """Counts from when the script says so."""
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+        self.in_forward = self.in_backward = False
+
+
+class CountsLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, late: Late) -> torch.Tensor:
+        ctx.late = late
+        if late.in_forward:
+            late.forwards += 1
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.late.in_backward:
+            ctx.late.backwards += 1
+        return gradient * 2, None
+
+
+@pytest.mark.parametrize(
+    ("where", "microbatches"), [("in_forward", 1), ("in_forward", 4), ("in_backward", 4)]
+)
+def test_what_a_call_changes_later_is_not_read_outside_of_it(where: str, microbatches: int) -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.late = nn.Linear(4, 4), nn.Linear(4, 4), Late()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = CountsLate.apply(self.first(x), self.late)  # type: ignore[no-untyped-call]
+            return self.last(h * (1 + self.late.forwards + self.late.backwards))
+
+    def change(step: int, net: Any, loss: Any) -> None:
+        setattr(net.late, where, step > 0)
+
+    message = r"(?s)CountsLate.apply changes .*state.py.*Fix: "
+    with pytest.raises(StepFailedError, match=message):
+        assert_same_bits(
+            Outside,
+            batches_of(8, 4, num=2),
+            num_workers=2,
+            place=lambda net: net.last.place("MS_WORKER", 1),
+            loss_fn=rows_against_target,
+            microbatches=microbatches,
+            before_step=change,
+        )
+
+
+def test_a_call_may_change_an_entry_beside_one_that_is_read_outside_of_it() -> None:
+    class CountsBeside(nn.Module):
+        def __init__(self, entries: dict[str, float]) -> None:
+            super().__init__()
+            self.entries = entries
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            self.entries["calls"] += 1
+            return h * self.entries["calls"]
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entries = {"factor": 0.5, "calls": 0}
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.counts = gs.opaque(CountsBeside(self.entries))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.last(self.counts(self.first(x)) * self.entries["factor"])
+
+    assert_same_bits(
+        Outside,
+        batches_of(8, 4, num=2),
+        num_workers=2,
+        place=lambda net: net.last.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+    )
+
+
 def test_explain_says_that_microbatches_take_turns() -> None:
     network = ThereAndBack()
     network.middle.place("MS_WORKER", 1)

@@ -21,6 +21,8 @@ from torch.fx import GraphModule, Node
 
 from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
+from graphsplit.guards.places import Place
+from graphsplit.guards.values import freeze, same
 from graphsplit.torch_ext.private import FakeTensor, HigherOrderOperator
 
 
@@ -150,6 +152,9 @@ class OpaqueCall:
         """Run the call."""
         if any(isinstance(operand, FakeTensor) for operand in operands):
             with self.reached.kept():  # a plan is being made
+                return self._called(operands)
+        if self.reached.read_outside:
+            with leaving_what_is_read(self):
                 return self._called(operands)
         return self._called(operands)
 
@@ -296,6 +301,30 @@ def leaves_state(
             f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE} It cannot be seen before "
             f"it runs; one process, or one microbatch on one worker, has no such limit."
         ),
+    )
+
+
+@contextmanager
+def leaving_what_is_read(call: OpaqueCall) -> Iterator[None]:
+    """Run a call, or its backward, that must leave what the code around it reads as it is.
+
+    Raises:
+        OpaqueCallError: It has changed some of it, which it did not when it was recorded.
+    """
+    before = [(place, freeze(place.read())) for place in call.reached.read_outside]
+    yield
+    for place, was in before:
+        if not same(was, place.read()):
+            raise OpaqueCallError(changes_what_is_read(call, place))
+
+
+def changes_what_is_read(call: OpaqueCall, place: Place) -> str:
+    """The error of a call that changes what the code around it reads."""
+    return (
+        f"{call.label} changes {place.label}, which is read outside of it as well; the graph "
+        f"would keep what was there before the change\n  {call.source}\n  {place.source}\n"
+        f"  Fix: return what it counts as a tensor, or keep all that reads it whole together, with "
+        f"gs.opaque."
     )
 
 

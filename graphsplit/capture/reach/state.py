@@ -15,6 +15,7 @@ from typing import Any
 
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.reach import holders
+from graphsplit.guards.places import Place
 from graphsplit.torch_ext.private import disable_current_modes
 
 
@@ -28,6 +29,7 @@ class Reached:
         left_late: Where it was changed in backward.
         in_forward: Keys of what it can reach when it is called.
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
+        read_outside: Places of it that code around it reads.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class Reached:
         self.left_late: dict[Any, Any] = {}
         self.in_forward: frozenset[Any] = frozenset()
         self.in_backward: frozenset[Any] = frozenset()
+        self.read_outside: tuple[Place, ...] = ()
 
     def look(
         self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
@@ -111,6 +114,15 @@ class Reached:
     def tensors(self) -> frozenset[int]:
         """The tensors among it, by number (``id``)."""
         return frozenset(key for key, holder in self.holders.items() if holder.is_tensor)
+
+    def note_read_outside(self, places: Iterable[Place]) -> None:
+        """Note which places, that are read by other code, it can reach."""
+
+        def is_reached(place: Place) -> bool:
+            keys = id(place.holder), ("global", id(place.holder), place.key), id(place.read())
+            return any(key in self.holders and self.holders[key].is_value for key in keys)
+
+        self.read_outside = tuple(filter(is_reached, places))
 
     def note_backward(self, seen: Reached) -> None:
         """Note what a trial run of its backward has changed."""

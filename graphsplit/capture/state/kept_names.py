@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.state.kept_tensors import KEPT, register, stand_ins_of
+from graphsplit.capture.state.handed import put_leaves
+from graphsplit.capture.state.kept_tensors import KEPT, kept_places, register, stand_ins_of
 from graphsplit.capture.state.kept_value import KeptValue
-from graphsplit.guards.values import with_leaves
+from graphsplit.guards.values import freeze, with_leaves
 from graphsplit.torch_ext.attributes import buffer_of_form, buffers_of
 
 _MARK = "\0kept tensor: "
@@ -39,6 +40,20 @@ def with_stand_ins(frozen: Any, network: nn.Module) -> Any:
         frozen,
         lambda leaf: _stand_in(network, leaf.removeprefix(_MARK)) if any(names_in(leaf)) else leaf,
     )
+
+
+def give_back(network: nn.Module) -> None:
+    """Let places hold tensors with values again, where a plan was made that nobody runs."""
+    buffers = buffers_of(network)
+    values = {
+        id(stand_in): buffer.detach().clone()
+        for name, stand_in in stand_ins_of(network).items()
+        if (buffer := buffers.get(name)) is not None
+    }
+    for place in kept_places.get(network, {}).values():
+        put_leaves(
+            place, with_leaves(freeze(place.read()), lambda leaf: values.get(id(leaf), leaf))
+        )
 
 
 def names_in(written: Any) -> Iterator[str]:

@@ -53,7 +53,7 @@ from graphsplit.torch_ext.stand_ins import StandIn
 
 KEPT = "kept "
 # The places in which a network's code has left tensors, by identity: these are known beforehand.
-_places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
+kept_places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
 
 # What stands in the places for a network's buffers, by their names.
 _stand_ins: weakref.WeakKeyDictionary[nn.Module, dict[str, KeptValue]] = weakref.WeakKeyDictionary()
@@ -157,7 +157,7 @@ class KeptTensors:
             for module in root.modules()
             for name, buffer in buffers_of(module).items()
         ]
-        self._places = _places.get(self._network, {})
+        self._places = kept_places.get(self._network, {})
         self._stand_ins = _stand_ins.get(self._network, {})
         self._held = {id(t) for t in (*self._state.values(), *self._stand_ins.values())}
         self._before: list[tuple[Place, Any]] = []
@@ -251,7 +251,7 @@ class KeptTensors:
             else:
                 final[id(item.value)] = self.real_of(item.value)
         self.handed = [Handed(i.place, final[id(i.value)], i.value) for i in to_hand]
-        known = _places.setdefault(self._network, {}) if places else {}
+        known = kept_places.setdefault(self._network, {}) if places else {}
         for identity, one in places.items():
             known[identity] = one.place
             value = freeze(one.place.read())
@@ -390,7 +390,7 @@ def put_kept_last(network: nn.Module) -> None:
 def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     """Give the network the buffers that are wanted, with the values that they must have."""
     network: nn.Module = getattr(root, "network", root)
-    places, stand_ins = _places.setdefault(network, {}), stand_ins_of(network)
+    places, stand_ins = kept_places.setdefault(network, {}), stand_ins_of(network)
     places.update({place.identity: place for place in found.places})
     for module, name in found.shared:
         own_buffer(module, name)

@@ -10,7 +10,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from graphsplit.capture.graph import NodeKind
-from graphsplit.capture.operations.opaque_call import drawing_nothing, leaves_state
+from graphsplit.capture.operations.opaque_call import (
+    drawing_nothing,
+    leaves_state,
+    leaving_what_is_read,
+)
 from graphsplit.optimizers.parameter_hooks import HookState, KeptValues, hooks_leave
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import opaque_calls, shared_elsewhere
@@ -290,6 +294,8 @@ def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
         with ExitStack() as stack:
             for call, held in watched:
                 stack.enter_context(leaves_state(f"backward of {call.label}", call.source, held))
+                if plan.is_microbatched:  # in one process the next microbatch finds it changed
+                    stack.enter_context(leaving_what_is_read(call))
             stack.enter_context(drawing_nothing([call for call, _ in watched]))
             run(state)
 
