@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphsplit.cluster.wire.messages import SAVING
 from graphsplit.distribute.values import SPECIAL, Function, LoopValue, as_value, operate
 from graphsplit.distribute.workers.asking import device_of, refuse_inside
 from graphsplit.distribute.workers.loop import Loop, shape_of
@@ -44,7 +45,8 @@ def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     def plain(value: Any) -> Any:
         if not isinstance(value, LoopValue):
             return value
-        found = value.everywhere(getattr(func, "__name__", "value")).detach()
+        name = getattr(func, "__name__", "value")
+        found = value.everywhere(SAVING if name == "__reduce_ex__" else name).detach()
         return found.requires_grad_() if value.held.requires_grad else found
 
     args, kwargs = pytree.tree_map(plain, pytree.tree_map(as_value, (args, kwargs)))

@@ -402,6 +402,8 @@ class _Calls(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool | None = None, assign: bool = False
     ) -> Any:
+        if not isinstance(state_dict, Mapping):
+            return super().load_state_dict(state_dict)  # PyTorch's own error
         options = {} if strict is None else {"strict": strict}
         options |= {"assign": True} if assign else {}
         return self._graphsplit_behind.load_state_dict(state_dict, options)

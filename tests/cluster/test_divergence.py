@@ -181,6 +181,13 @@ def test_a_value_that_one_worker_asks_for_is_to_be_asked_for_on_all():
         assert "ask for the value on every worker" in text and "print it on one" in text
 
 
+def test_a_value_that_one_worker_saves_is_to_be_made_plain_on_all():
+    calls_of = {0: history("a value's torch.save() of output 1"), 1: history(END_OF_SCRIPT)}
+    assert calls_of[0].within is not None
+    text = describe_divergence(calls_of[0].within, calls_of)
+    assert "value = torch.from_numpy(value.numpy().copy())" in text and "torch.save() below" in text
+
+
 def test_the_call_inside_another_is_the_one_that_is_wrong():
     calls_of = {0: history("train"), 1: history("train", "barrier"), 2: history("train")}
     for calls in calls_of.values():

@@ -524,3 +524,13 @@ def test_sparse_tensors_that_are_built_where_they_are_used_are_right() -> None:
     expected = of_graph("parts", plain)
     run = ThreadCluster(lambda rank: of_graph("parts", gs.distribute), 2, is_recoverable=False).run
     assert run() == [expected, expected]
+
+
+def test_a_state_that_is_no_dictionary_is_pytorchs_own_error() -> None:
+    def run(rank: int) -> str:
+        net: Any = gs.distribute(small([0, 1, 1]))
+        with pytest.raises(TypeError, match="Expected state_dict to be dict-like") as caught:
+            net.load_state_dict("weights.pt")
+        return str(caught.value)
+
+    assert len(set(ThreadCluster(run, 2, is_recoverable=False).run())) == 1

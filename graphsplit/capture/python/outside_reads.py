@@ -79,7 +79,7 @@ _GENERATOR = _Read(
 )
 _MODULE = _Read(
     "draws from Python's module random",
-    "draw with torch from the default generator",
+    "draw with torch from the default generator, and choose by torch.where",
     by_libraries=True,
 )
 _NEXT = _Read(

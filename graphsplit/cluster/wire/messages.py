@@ -198,6 +198,8 @@ CALL_OF = "a call of "
 """How the name begins of a network's call in a loop of the script's own; its class follows."""
 ASKING = "a value's "
 """How the name begins of a question for a value of such a loop; what the script wrote follows."""
+SAVING = "torch.save"
+"""How a question is called that a value is asked where it is pickled."""
 
 
 @dataclass(frozen=True)

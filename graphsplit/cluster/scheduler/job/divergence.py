@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from graphsplit.cluster.wire.messages import ASKING, CALL_OF, END_OF_SCRIPT, CallMade, CallsMade
+from graphsplit.cluster.wire.messages import (
+    ASKING,
+    CALL_OF,
+    END_OF_SCRIPT,
+    SAVING,
+    CallMade,
+    CallsMade,
+)
 from graphsplit.text import join_numbers
 
 _MOST_GROUPS = 8
@@ -79,6 +86,11 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
         call = next(iter(others or [o for o in within if o.name != END_OF_SCRIPT]), call)
     if call.name == END_OF_SCRIPT:
         fix = "let every worker come to the end of the script alike"
+    elif call.name.startswith(ASKING + SAVING):
+        fix = (
+            "torch.save() below an `if` on the rank has a value that lives on one worker. Make it "
+            "a plain tensor before, on every worker: value = torch.from_numpy(value.numpy().copy())"
+        )
     elif call.name.startswith(ASKING):
         fix = (
             "ask for the value on every worker, as in number = value.item(), and print it on one. "
