@@ -400,7 +400,7 @@ class _Calls(nn.Module):
         return _under(prefix, found, {} if destination is None else destination)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool | None = None, assign: bool = False
+        self, state_dict: Any, strict: bool | None = None, assign: bool = False
     ) -> Any:
         if not isinstance(state_dict, Mapping):
             return super().load_state_dict(state_dict)  # PyTorch's own error

@@ -173,6 +173,18 @@ def test_in_a_loop_of_the_scripts_own_the_call_of_a_network_is_where_all_should_
         assert "call state_dict() on every worker" in text
 
 
+@pytest.mark.parametrize("step", ["train", "train_step", "forward_backward"])
+def test_a_call_beside_a_step_is_the_one_that_is_wrong(step: str) -> None:
+    calls_of = {0: history("state_dict"), 1: history(step)}
+    for calls in calls_of.values():
+        assert calls.within is not None
+        text = describe_divergence(calls.within, calls_of)
+        assert "call state_dict() on every worker" in text
+    calls_of = {0: history(step), 1: history(END_OF_SCRIPT)}
+    assert calls_of[0].within is not None
+    assert f"call {step}() on every worker" in describe_divergence(calls_of[0].within, calls_of)
+
+
 def test_a_value_that_one_worker_asks_for_is_to_be_asked_for_on_all():
     calls_of = {0: history("a value's item"), 1: history("a call of Net")}
     for calls in calls_of.values():

@@ -19,6 +19,7 @@ from graphsplit.cluster.wire.messages import (
 from graphsplit.text import join_numbers
 
 _MOST_GROUPS = 8
+_OF_TRAINING = ("train", "train_step", "forward_backward")
 
 
 def diverging_call(one: CallsMade, other: CallsMade) -> CallMade | None:
@@ -108,7 +109,7 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
 
 def _is_usual(name: str) -> bool:
     """Whether all should be there, sooner or later: in training, or a call of a network."""
-    return name == END_OF_SCRIPT or name.endswith("train") or name.startswith(CALL_OF)
+    return name == END_OF_SCRIPT or name.endswith(_OF_TRAINING) or name.startswith(CALL_OF)
 
 
 def _place(calls: CallsMade) -> str:
