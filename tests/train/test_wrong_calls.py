@@ -29,6 +29,7 @@ def untyped(function: Any) -> Any:
     return function
 
 
+EARLY = untyped(gs.callbacks.EarlyStopping)
 LOOP, MODEL = untyped(gs.loop), untyped(gs.Model)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "loop": (lambda: LOOP(5), "gs.loop: source=5"),
@@ -95,6 +96,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: untyped(model().train)(LOADER, 4),
         r"did you mean train\(4, loader\)",
     ),
+    "what is watched": (
+        lambda: untyped(model().train)(1, LOADER, [EARLY(lambda context: None)]),
+        r"EarlyStopping: metric\(context\)=None",
+    ),
     "sender": (lambda: untyped(gs.send)(1.0, "x"), "send: dst='x'"),
 }
 
@@ -112,7 +117,6 @@ def network_of(**kwargs: Any) -> Any:
     return MODEL(nn.Linear(2, 2), **kwargs)
 
 
-EARLY = untyped(gs.callbacks.EarlyStopping)
 UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
     "launch": (
         lambda: untyped(gs.launch)(print, num_workers=2),

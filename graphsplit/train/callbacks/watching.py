@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from graphsplit.checkpoint.disk.series import check_path
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import called, meant
+from graphsplit.text import called, meant, need
 from graphsplit.train.callbacks.base import Callback, RunContext
 from graphsplit.train.callbacks.usual import print_line
 
@@ -51,7 +51,11 @@ class _Best(Callback):
 
     def _value(self, context: RunContext) -> float:
         if not isinstance(self._metric, str):
-            return float(self._metric(context))
+            found: Any = self._metric(context)
+            is_number = hasattr(found, "__float__")
+            name = type(self).__name__
+            need(name, "metric(context)", found, is_number, "a function that returns a number")
+            return float(found)
         self.check_watched(context.metrics)
         return context.metrics[self._metric]
 
