@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,7 +143,8 @@ class _Wanted:
             raise ConfigurationError(_ANOMALY)
         loop, steps = self.loop, self._steps
         calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
-        _refuse_spent(calls)
+        used = self._used(calls)
+        _refuse_spent(calls, used)
         _refuse_split_sums(steps)
         _refuse_used_before(steps)
         reads = [step.graphsplit_read for step in steps if hasattr(step, "graphsplit_read")]
@@ -153,7 +154,7 @@ class _Wanted:
             _refuse_unordered(calls, reads)
         for call in calls:
             call.state.totals = totals if is_added_up else None
-            call.state.is_kept = self.retain
+            call.begin_backward(used[id(call)], retains=self.retain)
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
         loop.is_followed = any(output.home != loop.rank for output in self.outputs) and not all(
             map(_needs_no_following, steps)
@@ -197,6 +198,16 @@ class _Wanted:
     def _steps(self) -> list[Any]:
         steps = [step for output in self.outputs for step in steps_behind(output.held)]
         return list(dict.fromkeys(steps))
+
+    def _used(self, calls: Sequence[Call]) -> dict[int, frozenset[int]]:
+        """The outputs of each call that gradients come to, by the call's id."""
+        found: dict[int, set[int]] = {id(call): set() for call in calls}
+        edges: set[tuple[Any, int]] = {(o.held.grad_fn, o.held.output_nr) for o in self.outputs}
+        edges.update(edge for step in self._steps for edge in step.next_functions)
+        for step, index in edges:
+            if hasattr(step, "graphsplit_call") and index < len(step.nodes):
+                found[id(step.graphsplit_call)].add(step.nodes[index])
+        return {key: frozenset(nodes) for key, nodes in found.items()}
 
     def _given(self, output: LoopValue, gradient: Any) -> Any:
         gradient = as_value(gradient)
@@ -282,8 +293,8 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _refuse_spent(calls: Sequence[Call]) -> None:
-    if any(call.is_spent for call in calls):
+def _refuse_spent(calls: Sequence[Call], used: Mapping[int, frozenset[int]]) -> None:
+    if any(call.spent and not call.is_whole_behind(used[id(call)]) for call in calls):
         raise ConfigurationError(
             "backward through a call of a distributed network once more: what it kept was freed by "
             "the one before\n"

@@ -90,7 +90,8 @@ class Call:
         network: Who runs it.
         plan: Its plan.
         state: What forward has left for backward.
-        is_spent: Whether backward has run, and has freed what forward had left.
+        spent: Operations of which a backward has freed what autograd had saved.
+        used: Outputs from which the backward under way comes.
         entered: Inputs that gradients flow into, as the script gave them, by node.
         passed: Those among them whose later uses come through this call, by their place.
     """
@@ -98,9 +99,29 @@ class Call:
     network: NetworkCalls
     plan: ReadyPlan
     state: StepState
-    is_spent: bool = field(default=False)
+    spent: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()
     entered: dict[int, Any] = field(default_factory=dict)
     passed: list[int] = field(default_factory=list)
+
+    def begin_backward(self, used: frozenset[int], *, retains: bool) -> None:
+        """Take note of a backward that comes; what it leaves for later ones is kept."""
+        behind = self.plan.plan.behind
+        if self.passed:  # later uses of inputs come through it as well
+            used = self.plan.plan.placed.graph.given_roots
+        freed = self.spent if retains else self.spent | behind(used)
+        left = self.plan.plan.placed.graph.given_roots - used
+        self.state.retains, self.used = retains, used
+        self.state.is_kept = retains or any(freed.isdisjoint(behind({one})) for one in left)
+
+    def is_whole_behind(self, used: frozenset[int]) -> bool:
+        """Whether no backward has freed what one from outputs needs."""
+        return not self.passed and self.spent.isdisjoint(self.plan.plan.behind(used))
+
+    def end_backward(self) -> None:
+        """The backward has come to the call: what it goes through is freed."""
+        if not self.state.retains:
+            self.spent |= self.plan.plan.behind(self.used)
 
     @property
     def sums_of_inputs(self) -> list[tuple[int, int]]:
@@ -238,7 +259,7 @@ class _Called(Function):
             if gradient is not None and workers[node] == ctx.loop.rank
         }
         ctx.loop.totals_now()
-        call.is_spent = not call.state.is_kept
+        call.end_backward()
         given |= call.give_later(later, ctx.loop)
         call.network.backward(call, given, ctx.loop)
         inputs = [call.gradient_of_input(node, ctx.loop) for node in call.entered]

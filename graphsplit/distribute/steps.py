@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from graphsplit.distribute.entries import Entries
+from graphsplit.distribute.functions import watch_functions
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import (
     OptimizerState,
@@ -56,6 +57,7 @@ def install(network: nn.Module, loop: Loop) -> None:
     """
     _networks[network] = loop
     watch_data()
+    watch_functions()
     fuse_layers_of(_is_value)
     if before_step not in OWN_HOOKS:
         OWN_HOOKS.extend((before_step, after_step))

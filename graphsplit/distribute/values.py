@@ -17,7 +17,12 @@ import torch
 
 from graphsplit.distribute.following.casts import casting_dtype, refuse_cached_cast
 from graphsplit.distribute.following.one_step import shape_after
-from graphsplit.distribute.following.operands import from_last, taken_apart, written
+from graphsplit.distribute.following.operands import (
+    from_last,
+    refuse_written_leaf,
+    taken_apart,
+    written,
+)
 from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow, refuse_inside, told_place
 from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
@@ -26,6 +31,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
+    is_checkpointing,
     make_wrapper,
     pytree,
 )
@@ -304,7 +310,11 @@ def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _refuse_written_leaf(written(name, args, kwargs))
+    if is_checkpointing():  # backward would run it once more where the value is, and nowhere else
+        keep = torch.Tensor.detach
+        with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            return _operation(func, name, args, kwargs)
+    refuse_written_leaf(written(name, args, kwargs))
     args = _with_told_indices(name, args)
     given, together, is_flat = taken_apart(args, kwargs)
     found = from_last(as_value, given)
@@ -454,22 +464,12 @@ def _as_positions(name: str, indices: Any) -> Any:
     return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
 
 
-def _refuse_written_leaf(targets: Sequence[Any]) -> None:
-    for leaf in targets if torch.is_grad_enabled() else ():
-        if hasattr(type(leaf), "as_loop_value") and leaf.requires_grad:
-            raise RuntimeError(
-                "a leaf Variable that requires grad is being used in an in-place operation."
-            )
-
-
 def _home(name: str, targets: Sequence[Any], values: Sequence[LoopValue]) -> int:
     """The worker that has most of the operands; that of the one that is written to."""
     homes = {v.home for v in targets if isinstance(v, LoopValue)}
     if len(homes) > 1:
-        raise ConfigurationError(
-            f"{name} writes to values that live on several workers\n"
-            f"  Fix: write to each by itself, in a loop."
-        )
+        text = f"{name} writes to values that live on several workers"
+        raise ConfigurationError(f"{text}\n  Fix: write to each by itself, in a loop.")
     if homes or len(values) == 1:
         return homes.pop() if homes else values[0].home
     sizes: dict[int, int] = {}

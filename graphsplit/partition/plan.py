@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -319,6 +319,17 @@ class PartitionPlan:
         graph = self.placed.graph
         return differentiable_uses(graph.nodes) if graph.has_gradients else {}
 
+    def behind(self, outputs: Iterable[int]) -> frozenset[int]:
+        """The operations of which a backward from outputs may free what autograd has saved."""
+        key = frozenset(outputs)
+        if key not in self._behind:
+            self._behind[key] = frozenset(_history(self, key))
+        return self._behind[key]
+
+    @cached_property
+    def _behind(self) -> dict[frozenset[int], frozenset[int]]:
+        return {}
+
     @cached_property
     def trained(self) -> set[str]:
         """The names of the parameters that get a gradient: the loss depends on them."""
@@ -375,3 +386,28 @@ class PartitionPlan:
         """Parameters and buffers that live on a worker."""
         nodes, workers = self.placed.graph.nodes, self.placed.workers
         return tuple(p for p, n in enumerate(nodes) if n.is_state and workers[p] == worker)
+
+
+def _history(plan: PartitionPlan, outputs: Iterable[int]) -> Iterator[int]:
+    """Operations to which gradients flow from outputs; all, where some are recomputed together.
+
+    Whoever has modified memory is in the history of all that shares it.
+    """
+    nodes = plan.placed.graph.nodes
+    modifying: dict[int, list[int]] = {}
+    for position, node in enumerate(nodes):
+        for operand in node.reads if node.changes_inputs else ():
+            modifying.setdefault(operand, []).append(position)
+    waiting, seen = [*(range(len(nodes)) if plan.recomputed else outputs)], set()
+    while waiting:
+        position = waiting.pop()
+        node = nodes[position]
+        if position in seen or not node.requires_grad or node.kind is not NodeKind.OPERATION:
+            continue
+        seen.add(position)
+        yield position
+        waiting += [
+            *node.reads,
+            *modifying.get(position, ()),
+            *(p for p, _ in node.shares_modified),
+        ]

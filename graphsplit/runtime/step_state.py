@@ -49,7 +49,8 @@ class StepState:
             node.
         totals: Where calls under one backward add up their gradients: by a parameter's id, what the
             later calls have given; None where each adds to ``.grad``.
-        is_kept: Whether another backward of the call may come: what forward has left is not freed.
+        is_kept: Whether another backward of the call may come: values and leaves are kept.
+        retains: Whether it may go the same way: what autograd has saved is kept.
         folded: Buffers that came from another worker, while microbatches are folded into them; by
             the first one's node.
         of_inputs: Gradients of the graph's inputs that are added up on this worker, by node and
@@ -71,5 +72,6 @@ class StepState:
     given: Mapping[int, Gradient] = field(default_factory=dict)
     totals: dict[int, torch.Tensor] | None = None
     is_kept: bool = False
+    retains: bool = False
     folded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     of_inputs: dict[tuple[int, int], Gradient] = field(default_factory=dict)

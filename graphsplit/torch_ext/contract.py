@@ -164,6 +164,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_checkpoint_without_reentrant_generator", "_checkpoint_hook"),
     ),
     *_of(
+        "torch._C._autograd",
+        "whether operations of an own loop would be run once more by backward",
+        "_top_saved_tensors_default_hooks",
+    ),
+    *_of(
         "torch._dynamo.source",
         "gives a lifted number a source, as an input of the graph has",
         "ConstantSource",

@@ -181,6 +181,7 @@ VJP = "_vjp_with_argnums"  # of eager_transforms(): runs torch.func.vjp and jacr
 # What runs a checkpoint that is not reentrant, and the hooks on saved tensors that it sets.
 CHECKPOINT: tuple[ModuleType, str] = (checkpoint, "_checkpoint_without_reentrant_generator")
 CHECKPOINT_HOOK: Any = checkpoint._checkpoint_hook
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 # The file whose code calls what torch.compile made of a module; importing it takes seconds.
 COMPILED_CALLS = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
 # Modules of torch that pack the blocks of a graph into subgraphs: each has a function of its name.
@@ -246,3 +247,9 @@ def accelerate_states() -> list[dict[str, Any]]:
     module: Any = sys.modules.get("accelerate.state")
     states = () if module is None else (module.PartialState, module.AcceleratorState)
     return [state._shared_state for state in states if state._shared_state]
+
+
+def is_checkpointing() -> bool:
+    """Whether ``torch.utils.checkpoint`` keeps what operations save, or runs them once more."""
+    hooks = _top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__

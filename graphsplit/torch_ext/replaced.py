@@ -134,20 +134,28 @@ def outside(holder: Any, name: str, now: Any) -> Any:
 def call_instead(function: Any, call: Call) -> None:
     """Have a function of torch call another one, with itself as it was, from now on."""
     original = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     original.__kwdefaults__ = function.__kwdefaults__
     original.__qualname__ = function.__qualname__
     function.__signature__ = inspect.signature(function)
     space: dict[str, Any] = {}
+    outer = ", ".join(function.__code__.co_freevars)  # the new code has the same, for the closure
     text = (
-        f"def {function.__name__}(*args, **kwargs):\n"
-        f"    from graphsplit.torch_ext.replaced import _calls\n"
-        f"    return _calls[{len(_calls)}](args, kwargs)\n"
+        f"def make({outer}):\n"
+        f"    def {function.__name__}(*args, **kwargs):\n"
+        f"        ({outer})\n"
+        f"        from graphsplit.torch_ext.replaced import _calls\n"
+        f"        return _calls[{len(_calls)}](args, kwargs)\n"
+        f"    return {function.__name__}\n"
     )
     exec(compile(text, __file__, "exec"), space)
     _calls.append(lambda args, kwargs: call(original, args, kwargs))
-    function.__code__ = space[function.__name__].__code__
+    function.__code__ = space["make"](*function.__code__.co_freevars).__code__
     function.__defaults__ = function.__kwdefaults__ = None
 
 

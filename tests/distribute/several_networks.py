@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from loop_helpers import Distribute, Loop, placed
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+import graphsplit as gs
 
 
 def layers(*sizes: int, ranks: list[int], end: nn.Module | None = None) -> nn.Sequential:
@@ -359,6 +362,153 @@ def handed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         net.zero_grad()
 
 
+class Apart(nn.Module):
+    """Two ways that share no operation of which autograd keeps anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 5), nn.Linear(8, 5)
+        self.third, self.fourth = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.scale, self.drop = nn.Parameter(torch.randn(5)), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Two values of each way, the earlier one first."""
+        one = torch.relu_(self.first(x))
+        two = self.drop(torch.relu_(self.second(x)))
+        return one, two, self.third(two) + self.scale, self.fourth(one * self.scale)
+
+
+def apart(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Backwards from outputs that share nothing, each frees its own way."""
+    net = Apart()
+    net = placed(net, [net.first, net.second, net.third, net.fourth], ranks)
+    optimizer = torch.optim.Adam(net.parameters())
+    net = distribute(net)
+    for step in range(4):
+        x = torch.randn(4, 8, requires_grad=step % 2 == 1)
+        one, two, three, four = net(x)
+        optimizer.zero_grad()
+        if step == 0:
+            four.sum().backward()
+            with pytest.raises((RuntimeError, gs.errors.ConfigurationError)):
+                one.sum().backward()
+            three.square().mean().backward()
+        elif step == 1:
+            three.sum().backward()
+            yield x.grad, [p.grad for p in net.parameters()]
+            (one.sum() + four.mean()).backward()
+            yield x.grad
+        elif step == 2:
+            one.sum().backward(retain_graph=True)
+            four.sum().backward()
+            two.sum().backward(retain_graph=True)
+            three.mean().backward()
+        else:
+            yield torch.autograd.grad(four.sum(), x)
+            three.exp().sum().backward()
+        yield [p.grad for p in net.parameters()]
+        optimizer.step()
+    yield net.state_dict()
+
+
+class Reversed(torch.autograd.Function):
+    """The identity; its gradient is turned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, strength: float) -> torch.Tensor:
+        """The value."""
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """The gradient, turned."""
+        return -gradient * ctx.strength, None
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding with a scale that is trained, and a count that is not."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rounded values, and how many are positive."""
+        return torch.round(x / scale) * scale, (x > 0).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep what backward needs."""
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        """Straight through, where values are small."""
+        x, scale = ctx.saved_tensors
+        return gradient * (x.abs() < 3), (gradient * torch.tanh(x / scale)).sum()
+
+
+reverse = Reversed.apply  # by a name of its own, from before any network is distributed
+
+
+def functions(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Functions with a backward of their own, between networks (DANN), and on parameters."""
+    features = layers(8, 6, 6, ranks=ranks)
+    classes, domains = layers(6, 4, ranks=ranks[1:]), layers(6, 2, ranks=ranks[2:])
+    scale = nn.Parameter(torch.tensor(0.3))
+    networks = [features, classes, domains]
+    optimizer = torch.optim.Adam([*nn.ModuleList(networks).parameters(), scale], lr=0.01)
+    features, classes, domains = map(distribute, networks)
+    y = torch.arange(6)
+    for _ in range(3):
+        found = features(torch.randn(6, 8))
+        loss = functional.cross_entropy(classes(found), y % 4)
+        loss = loss + functional.cross_entropy(domains(reverse(found, 0.5)), y % 2)
+        rounded, count = Rounded.apply(found, scale)
+        weight = next(classes.parameters())
+        loss = loss + rounded.square().mean() + Reversed.apply(weight, 0.1).exp().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), count.item(), scale.detach()
+    yield features.state_dict(), domains.state_dict(), optimizer.state_dict()
+
+
+def outside(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Layers of the script that write to what they have, and a checkpoint around some."""
+    net = layers(8, 6, 6, ranks=ranks[1:])
+    own = nn.ModuleDict(
+        {
+            "batch": nn.BatchNorm1d(6),
+            "instance": nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+            "near": nn.Embedding(6, 6, max_norm=0.5),
+            "bag": nn.EmbeddingBag(6, 6, max_norm=0.4),
+            "head": nn.Linear(6, 3),
+        }
+    )
+    optimizer = torch.optim.Adam([*net.parameters(), *own.parameters()], lr=0.02)
+    net = distribute(net)
+
+    def end(value: torch.Tensor) -> torch.Tensor:
+        scores = own["head"](torch.dropout(torch.tanh(value), 0.2, True))
+        weight = own["head"].weight.exp().sum() + next(net.parameters()).square().mean()
+        return functional.cross_entropy(scores, torch.arange(4) % 3) + 0.01 * weight
+
+    for _ in range(3):
+        value = own["batch"](net(torch.randn(4, 8)))
+        indices = value.argmax(1)
+        value = own["instance"](value.view(2, 2, 6)).view(4, 6)
+        value = value + own["near"](indices) + own["bag"](indices[:, None])
+        loss = checkpoint(end, value, use_reentrant=False)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), own.state_dict()
+    own.eval()
+    yield own["batch"](net(torch.randn(4, 8))).sum().item()
+    yield net.state_dict(), own.state_dict(), optimizer.state_dict()
+
+
+MORE: tuple[Loop, ...] = (apart, functions, outside)
 LOOPS: tuple[Loop, ...] = (
     *(adversaries, perturbed, chained, attended, nested, counted),
     *(projected, distilled, kept, handed),

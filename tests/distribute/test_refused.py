@@ -15,6 +15,7 @@ from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from several_networks import Twice
 from torch.nn.functional import normalize
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import graphsplit as gs
@@ -71,6 +72,24 @@ def backward_twice(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     loss.backward()
     loss.backward()
     yield None
+
+
+def checkpointed_once_more(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A checkpoint whose backward would run operations of the script on one worker alone."""
+    found = distribute(small(ranks))(torch.randn(6, 8))
+    yield checkpoint(torch.tanh, found, use_reentrant=True)
+
+
+def hidden_in_a_function(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A function with a backward of its own that takes a value by another way."""
+    found = distribute(small(ranks))(torch.randn(6, 8))
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return found * 2
+
+    yield Hidden.apply(torch.ones(1))
 
 
 def backward_while_casting(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
@@ -206,6 +225,8 @@ def data_of_another_worker(distribute: Distribute, ranks: list[int]) -> Iterator
         (penalty_at_first, "before the network's first call"),
         (backward_twice, "pass retain_graph=True to the one before"),
         (second_derivative, "create_graph=True"),
+        (checkpointed_once_more, "use_reentrant=True around values"),
+        (hidden_in_a_function, "and is none of its arguments"),
         (functional, "torch.func (functional_call"),
         (backward_while_casting, "backward under torch.autocast"),
         (calls_while_casting, "by several calls under one backward()"),

@@ -29,7 +29,9 @@ def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> Non
     assert_same_bits(loop, num_workers)
 
 
-@pytest.mark.parametrize("loop", kinds_of_loops.LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [*kinds_of_loops.LOOPS, *several_networks.MORE], ids=lambda loop: loop.__name__
+)
 def test_a_loop_that_does_more_has_them_too(loop: Loop) -> None:
     assert_same_bits(loop, 3)
 

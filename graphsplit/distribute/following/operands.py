@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from graphsplit.torch_ext.private import pytree
 
 _PLAIN = frozenset({type(None), bool, int, float})  # what no operation makes anything else of
@@ -14,6 +16,15 @@ _OPERATORS = (
     *("mod", "pow", "and", "or", "xor"),
 )
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
+# Functions that write to operands if a flag is set: the flag, its place, those operands' places.
+_STATISTICS = {"running_mean": 1, "running_var": 2}
+_HIDDEN: dict[str, tuple[str, int, Mapping[str, int]]] = {
+    "batch_norm": ("training", 5, _STATISTICS),
+    "instance_norm": ("use_input_stats", 5, _STATISTICS),
+    "embedding": ("max_norm", 3, {"weight": 1}),
+    "embedding_bag": ("max_norm", 3, {"weight": 1}),
+}
+_SET_AT_FIRST = frozenset({"use_input_stats"})
 
 
 def taken_apart(
@@ -55,4 +66,29 @@ def written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     is_method = name.endswith("_") and not name.endswith("__")
     if target is None and (is_method or name in _IN_PLACE_OPERATORS):
         target = args[0] if args else next(iter(kwargs.values()))
+    hidden = _HIDDEN.get(name)
+    if hidden is not None:
+        return _written_inside(*hidden, args, kwargs)
     return [] if target is None else pytree.tree_leaves(target)
+
+
+def _written_inside(
+    flag: str, place: int, operands: Mapping[str, int], args: tuple[Any, ...], kwargs: Any
+) -> list[Any]:
+    """The buffers that a function writes to though its name does not say so."""
+    if not (args[place] if len(args) > place else kwargs.get(flag, flag in _SET_AT_FIRST)):
+        return []
+    found = (args[p] if len(args) > p else kwargs.get(n) for n, p in operands.items())
+    return [one for one in found if isinstance(one, torch.Tensor) and not _is_trained(one)]
+
+
+def _is_trained(leaf: Any) -> bool:
+    return hasattr(type(leaf), "as_loop_value") and leaf.requires_grad
+
+
+def refuse_written_leaf(targets: Sequence[Any]) -> None:
+    """Refuse a write to a parameter that autograd would not know of, as eager does."""
+    if torch.is_grad_enabled() and any(map(_is_trained, targets)):
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )

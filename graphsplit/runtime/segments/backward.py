@@ -171,11 +171,11 @@ class BackwardBinder:
                     incoming.append(gradient)
             if state.totals is not None:
                 totals = state.totals
-                found = _backward_apart(tensors, incoming, inputs, parameters, totals, is_kept)
+                found = _backward_apart(tensors, incoming, inputs, parameters, totals, state)
                 state.collected[microbatch].update(zip(leaves, found, strict=True))
                 return
             fresh = [parameter for parameter in parameters if parameter.grad is None]
-            results = backward(tensors, incoming, inputs, asking, state_leaves, is_kept=is_kept)
+            results = backward(tensors, incoming, inputs, asking, state_leaves, state)
             state.collected[microbatch].update(
                 (c, result) for c, result in zip(leaves, results, strict=True) if c in made
             )
@@ -323,8 +323,7 @@ def backward(
     leaves: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
     state_leaves: Sequence[bool] = (),
-    *,
-    is_kept: bool = False,
+    state: StepState | None = None,
 ) -> list[Gradient]:
     """Backward of one segment.
 
@@ -338,7 +337,7 @@ def backward(
         leaves: What others sent. None stands for a value of a branch that was not taken.
         parameters: What gets a ``.grad``.
         state_leaves: For each leaf, whether it stands for a parameter; empty: none does.
-        is_kept: Whether another backward may go the same way.
+        state: Whether another backward may come, and whether the same way; None: none comes.
 
     Returns:
         The gradient of each leaf; of values the raw one, with the strides autograd gave it: what
@@ -361,13 +360,13 @@ def backward(
     run_torchs_backward(
         tuple(roots),
         tuple(root_gradients),
-        is_kept,
+        state is not None and state.retains,
         False,
         (*there, *parameters),
         True,
         accumulate_grad=True,
     )
-    for _, hook in nodes if is_kept else ():
+    for _, hook in nodes if state is not None and state.is_kept else ():
         hook.remove()
     del nodes
     for index, leaf in enumerate(leaves if any(state_leaves) else ()):
@@ -382,7 +381,7 @@ def _backward_apart(
     leaves: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
     totals: dict[int, torch.Tensor],
-    is_kept: bool,
+    state: StepState,
 ) -> list[Gradient]:
     """Backward of one segment that adds gradients of parameters to totals, not to ``.grad``.
 
@@ -395,7 +394,7 @@ def _backward_apart(
         leaves: What others sent.
         parameters: What gets a gradient.
         totals: The gradients so far, by the parameter's id.
-        is_kept: As for ``backward``.
+        state: As for ``backward``.
     """
     for parameter in parameters:
         if roots and id(parameter) in totals:
@@ -405,7 +404,7 @@ def _backward_apart(
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
     hooks = [node.register_prehook(_taking(taken, index)) for index, node in enumerate(nodes)]
     OwnHooks.count += len(hooks)
-    found = backward(roots, root_gradients, leaves, parameters, is_kept=is_kept)
+    found = backward(roots, root_gradients, leaves, parameters, state=state)
     for hook in hooks:  # the graphs of earlier calls hold the same nodes
         hook.remove()
     for parameter, total in zip(parameters, taken, strict=True):

@@ -1,0 +1,54 @@
+"""``torch.autograd.Function`` of a script, on values of its own loop.
+
+Torch asks no ``__torch_function__`` about ``apply``: forward would run on stand-ins, and what it
+returns would have lost its history. So ``apply`` is an operation of the script as any other one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from graphsplit.distribute.values import LoopValue, operate
+from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.replaced import APPLY_FUNCTION, call_instead
+
+
+@functools.cache
+def watch_functions() -> None:
+    """Run functions where their operands are, from now on."""
+    call_instead(vars(APPLY_FUNCTION[0])["apply"].__func__, _apply)
+
+
+def _apply(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kind, *given = args
+    if any(map(_is_value, (*given, *kwargs.values()))):
+        if kind.__module__ == "torch.utils.checkpoint":
+            raise ConfigurationError(_CHECKPOINT)
+
+        def run(*given: Any, **named: Any) -> Any:  # one of its own: it may keep something
+            return original(kind, *given, **named)
+
+        run.__name__ = kind.__name__
+        return operate(run, given, kwargs)
+    found: Any = original(*args, **kwargs)
+    if any(map(_is_value, pytree.tree_leaves(found))):
+        raise ConfigurationError(_CHECKPOINT if "checkpoint" in kind.__module__ else _HIDDEN)
+    return found
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, LoopValue) or hasattr(type(leaf), "as_loop_value")
+
+
+_CHECKPOINT = (
+    "torch.utils.checkpoint with use_reentrant=True around values that live on one worker: its "
+    "backward would run once more there, and nowhere else\n"
+    "  Fix: use_reentrant=False; around the network's layers, inside its forward."
+)
+_HIDDEN = (
+    "forward of a torch.autograd.Function returned a value that lives on one worker and is none "
+    "of its arguments: its gradient would be lost\n"
+    "  Fix: pass it to apply, or do it outside."
+)
