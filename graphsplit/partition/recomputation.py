@@ -105,7 +105,8 @@ class _Finder:
                 f"whose backward would modify it once more, before the next microbatch\n"
                 f"  {node.source}\n"
                 f"  Fix: leave torch.utils.checkpoint out, and ask for the same by "
-                f"Model(..., recompute=[...])."
+                f"Model(..., recompute=[...]); or call the module that modifies it outside of the "
+                f"checkpoint."
             )
         return frozenset(found)
 
