@@ -126,8 +126,22 @@ def named_parts(loader: Any) -> Iterator[tuple[str, Any]]:
 def _state_of(path: str, name: str, value: Any) -> Any:
     if type(value) is int:
         return value if path != "dataset" or name in _COUNTERS_OF_DATA else None
+    if isinstance(value, torch.Generator) and name == "generator" and path != "dataset":
+        return None
+    return state_of_generator(value)
+
+
+def _put_state(part: Any, name: str, value: Any, state: Any) -> None:
+    if type(value) is int and type(state) is int:
+        vars(part)[name] = state
+    else:
+        put_generator(value, state)
+
+
+def state_of_generator(value: Any) -> Any:
+    """The state of a generator of any library, in plain values; None of anything else."""
     if isinstance(value, torch.Generator):
-        return None if name == "generator" and path != "dataset" else value.get_state()
+        return value.get_state()
     if isinstance(value, random.Random):
         return _python_state(value.getstate())
     if isinstance(value, np.random.RandomState):
@@ -137,10 +151,9 @@ def _state_of(path: str, name: str, value: Any) -> Any:
     return None
 
 
-def _put_state(part: Any, name: str, value: Any, state: Any) -> None:
-    if type(value) is int and type(state) is int:
-        vars(part)[name] = state
-    elif isinstance(value, torch.Generator):
+def put_generator(value: Any, state: Any) -> None:
+    """Set what ``state_of_generator`` gave."""
+    if isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, random.Random):
         value.setstate(_python_tuple(state))

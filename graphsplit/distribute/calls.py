@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError, RaisedInEagerError
-from graphsplit.feeding.left_by_steps import share_written
+from graphsplit.feeding.left_by_steps import note_left, share_left, share_written
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import StepPhase
 from graphsplit.planning.task import named_state
@@ -60,7 +60,8 @@ class NetworkCalls(ClusterEngine):
             plan = phase.planned
             if plan.asks:
                 self._end_in_error(phase, step)
-            state = plan.runner.run_forward(step, phase.inputs, plan.numbers)
+            with self._sharing_left(plan) if plan.left_by_calls else nullcontext():
+                state = plan.runner.run_forward(step, phase.inputs, plan.numbers)
             if plan.written_inputs:
                 share_written(self._job.control, plan, phase.inputs[0], self._job.ranks)
         self.planner.writes.after_step()
@@ -78,8 +79,17 @@ class NetworkCalls(ClusterEngine):
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given
         modes = pop_mode() if loop.is_followed else nullcontext()
-        with self._job.reporting(), DisableTorchFunctionSubclass(), modes:
+        is_left = bool(call.plan.left_by_calls)
+        shared = self._sharing_left(call.plan) if is_left else nullcontext()
+        with self._job.reporting(), DisableTorchFunctionSubclass(), modes, shared:
             call.plan.runner.run_backward(call.state, meanwhile=loop.tell)
+
+    @contextmanager
+    def _sharing_left(self, plan: ReadyPlan) -> Iterator[None]:
+        """Give all workers what calls kept whole leave in Python inside."""
+        before = note_left(plan, self._job.rank)
+        yield
+        share_left(self._job.control, plan, before)
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 * Python values that calls kept whole leave. A counter in a loss that asks for values, the best loss
   so far, a list of losses: the script finds them after the step, and so does code of another mode.
+  Where generators stand that they draw from: the script may draw from them, too.
 * Inputs that forward or the loss writes to. In one process there is one batch, and what was written
   stays in it: for the metrics, for the next epoch over the same tensors, for the script.
 * Gradients of inputs that ask for one (``x.requires_grad_()``): for ``x.grad``, and for what the
@@ -21,6 +22,7 @@ import torch
 
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
+from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.guards.values import MISSING, freeze, put_into, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
@@ -32,9 +34,12 @@ from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.tensor_meta import plain_meta
 
 
-def note_left(planned: ReadyPlan, rank: int) -> list[dict[Any, Any]]:
+def note_left(planned: ReadyPlan, rank: int) -> list[Any]:
     """The values that the calls of one worker may change, as they are before a step."""
-    return [freeze(holder.entries()) for holder in planned.left_by_calls.get(rank, ())]
+    return [
+        freeze(holder.entries()) if holder.is_value else state_of_generator(holder.generator)
+        for holder in planned.left_by_calls.get(rank, ())
+    ]
 
 
 def share_left(group: WorkerGroup, planned: ReadyPlan, before: Sequence[Any]) -> None:
@@ -58,6 +63,11 @@ def share_left(group: WorkerGroup, planned: ReadyPlan, before: Sequence[Any]) ->
 
 def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
     """Entries that are new, each with its key, and keys of those that are gone."""
+    if holder.is_generator:
+        state = state_of_generator(holder.generator)
+        if not is_same(before, state):
+            yield ["", state]
+        return
     old, now = dict(zip(before.keys, before.items, strict=True)), holder.entries()
     for key, value in now.items():
         is_new = key not in old or not same(old[key], value)
@@ -70,6 +80,9 @@ def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
 
 def _take(holder: Holder, news: Sequence[Sequence[Any]]) -> None:
     if not news:
+        return
+    if holder.is_generator:
+        put_generator(holder.generator, news[0][1])
         return
     entries = holder.entries()
     for key, *value in news:

@@ -24,7 +24,7 @@ class Holder:
     Attributes:
         key: Equal for two holders of one state.
         name: What it is, for people.
-        is_generator: Whether it is a generator of random numbers.
+        generator: The generator of random numbers that it is; else None.
         is_tensor: Whether it is a tensor.
         decides: Whether what it holds may decide over values: no cache, and not the name of code.
         held: Gives its present contents, for ``hold``.
@@ -48,7 +48,7 @@ class Holder:
     ) -> None:
         self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
-        self.is_generator = isinstance(thing, GENERATORS)
+        self.generator = thing if isinstance(thing, GENERATORS) else None
         self.is_tensor = isinstance(thing, torch.Tensor)
         self.decides = decides
         self._thing = thing  # held, so that nothing else gets its number
@@ -63,6 +63,11 @@ class Holder:
     def note(self) -> None:
         """Note what it holds now."""
         self._noted = self.held()
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is a generator of random numbers."""
+        return self.generator is not None
 
     @property
     def is_value(self) -> bool:

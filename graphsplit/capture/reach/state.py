@@ -72,6 +72,11 @@ class Reached:
         """Whether it was seen to draw from one of these."""
         return not OF_THE_PROCESS.isdisjoint(self.changed)
 
+    def own_generators(self) -> dict[Any, Holder]:
+        """The generators of random numbers that it can reach, but for those of the process."""
+        found = self.holders.items()
+        return {k: one for k, one in found if one.is_generator and k not in OF_THE_PROCESS}
+
     def has_changed_python(self) -> bool:
         """Whether something other than the values of tensors was seen to change."""
         return any(not self.holders[key].is_tensor for key in self.changed)

@@ -70,10 +70,14 @@ def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
 def left_by_calls(plan: PartitionPlan) -> dict[int, tuple[Holder, ...]]:
     """The Python state that calls kept whole were seen to change, by the worker that runs them.
 
-    And what holds it: the script may put another list there.
+    And what holds it: the script may put another list there. And all generators of the script's own
+    that they can draw from.
     """
     found: dict[int, dict[Any, Holder]] = {}
     for position, call in opaque_calls(plan):
+        generators = call.reached.own_generators()
+        if generators:
+            found.setdefault(plan.placed.workers[position], {}).update(generators)
         waiting = set(call.reached.changed)
         while waiting:
             of_worker = found.setdefault(plan.placed.workers[position], {})
