@@ -28,6 +28,7 @@ from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.compiled import (
     HAS_CLASS,
     HAS_DICTIONARY,
+    HAS_IN_ORDER,
     HAS_LENGTH,
     HAS_VERSION,
     IS_AT,
@@ -41,6 +42,7 @@ from graphsplit.guards.values import (
     MISSING,
     Frozen,
     ValueDifference,
+    Written,
     differences,
     entries_of,
     freeze,
@@ -109,20 +111,6 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.place.label} was {shown(self.old)}, is {shown(self.new)}"
-
-
-@dataclass(frozen=True)
-class Written:
-    """A tensor of one element before it was written to.
-
-    Attributes:
-        number: The number in it.
-    """
-
-    number: Any
-
-    def __repr__(self) -> str:
-        return f"a tensor of {self.number!r}"
 
 
 def named_failure(label: str, old: Any, new: Any) -> Failure:
@@ -369,7 +357,8 @@ class Guards:
         for names, length in self._names.rows():
             self._rows[HAS_LENGTH, type(names)].append((names, length))
         self._num_rows = sum(map(len, self._rows.values()))
-        in_dictionaries = (IS_AT, dict), (IS_NOT_IN, dict), (HAS_LENGTH, dict)
+        kinds = IS_AT, IS_NOT_IN, HAS_LENGTH, HAS_IN_ORDER
+        in_dictionaries = [(kind, dict) for kind in kinds]
         self._dictionaries = Dictionaries({key[0]: self._rows[key] for key in in_dictionaries})
         self._comparisons = [
             function
@@ -415,8 +404,9 @@ class Guards:
         if not isinstance(container, (tuple, frozenset)):
             self._add_keys(frozen)
             if frozen.items:
-                self._contents.append(values_of(container) if is_mapping(container) else container)
-                self._items += map(reference_of, frozen.items)
+                view = values_of(container) if is_mapping(container) else container
+                items = list(map(reference_of, frozen.items))
+                self._add_contents(holder_of(container), view, items)
         for item in frozen.items:
             if isinstance(item, Frozen):
                 self._add_container(item, is_structure=False)
@@ -435,8 +425,14 @@ class Guards:
             return
         self._rows[HAS_LENGTH, type(held)].append((held, len(frozen.items)))
         if frozen.keys and not are_found:
-            self._contents.append(keys_of(container))
-            self._items += frozen.keys
+            self._add_contents(held, keys_of(container), frozen.keys)
+
+    def _add_contents(self, held: Any, view: Iterable[Any], items: Sequence[Any]) -> None:
+        if type(held) is dict:  # looked at where it was written to
+            self._rows[HAS_IN_ORDER, dict].append((held, view, items, is_))
+            return
+        self._contents.append(view)
+        self._items += items
 
 
 _DECIMALS = ("prec", "rounding", "Emin", "Emax", "clamp")

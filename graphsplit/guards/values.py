@@ -321,6 +321,20 @@ def same(frozen: Any, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Written:
+    """A tensor of one element before it was written to.
+
+    Attributes:
+        number: The number in it.
+    """
+
+    number: Any
+
+    def __repr__(self) -> str:
+        return f"a tensor of {self.number!r}"
+
+
+@dataclass(frozen=True)
 class ValueDifference:
     """Where a value is not the one of its snapshot.
 

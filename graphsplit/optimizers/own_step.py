@@ -175,19 +175,16 @@ def is_said(optimizer: torch.optim.Optimizer) -> bool:
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks that run around its step, those of all optimizers included."""
     before, after = getattr(optimizer, BEFORE_STEP, {}), getattr(optimizer, AFTER_STEP, {})
-    is_usual = len(before) == 1 and refuse_own_step in before.values()
-    if is_usual and not (after or any(GLOBAL_STEP_HOOKS)):  # as at most steps
-        return []
     found = chain.from_iterable(map(_VALUES, (*GLOBAL_STEP_HOOKS, before, after)))
     return [hook for hook in found if hook is not refuse_own_step and hook not in OWN_HOOKS]
 
 
 def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """All that decides what its step does, apart from settings: compared by identity."""
-    return (
-        type(optimizer),
-        type(optimizer).step,
-        vars(optimizer).get("step"),
-        is_said(optimizer),
-        *step_hooks(optimizer),
-    )
+    kind, own = type(optimizer), vars(optimizer)
+    code = kind, kind.step, own.get("step"), getattr(optimizer, _SAID, None)
+    before = own.get(BEFORE_STEP, {})
+    is_usual = len(before) == 1 and refuse_own_step in before.values()
+    if is_usual and not (own.get(AFTER_STEP) or any(GLOBAL_STEP_HOOKS)):  # as at most steps
+        return code
+    return (*code, *step_hooks(optimizer))

@@ -29,9 +29,9 @@ from graphsplit.capture.canonical import TensorsOfNumbers, canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
-from graphsplit.guards.check import Failure, Written, named_failure, switches_of_all
+from graphsplit.guards.check import Failure, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, is_scalar, number_of, same
+from graphsplit.guards.values import MISSING, Written, is_scalar, number_of, same
 from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.announced import Swaps
 from graphsplit.planning.progress import warn_of_captures

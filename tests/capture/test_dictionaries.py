@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from torch import nn
 
 from graphsplit.guards import check
-from graphsplit.guards.check import Dictionaries
+from graphsplit.guards.check import Dictionaries, Guards, Watched
 from graphsplit.guards.compiled import IS_AT, IS_NOT_IN
+from graphsplit.guards.places import entry
+from graphsplit.guards.values import freeze
 
 OLD = object()
 
@@ -131,3 +135,35 @@ def test_writes_by_fast_code_to_a_plain_object_are_seen() -> None:
         assert not watched.hold()
         one.put(OLD)
         assert watched.hold()
+
+
+def put_back_in_another_order(held: dict[str, Any]) -> None:
+    held["a"] = held.pop("a")
+
+
+CHANGES = [
+    put_back_in_another_order,
+    lambda held: held.update(a=object()),
+    lambda held: held.update(b=0),
+    lambda held: held.update(c=OLD),
+    lambda held: held.clear(),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_what_is_in_a_dictionary_and_its_order_are_seen_whenever_they_change(
+    change: Callable[[dict[str, Any]], None], kind: type[dict[str, Any]]
+) -> None:
+    held = kind(a=OLD, b=1.5, z=None)
+    place = entry({"held": held}, "held", "held")
+    before = {**held}
+    guards = Guards([Watched(place, freeze(held))])
+    for _ in range(2 * check._MOST_CHANGES):
+        assert guards.hold() and guards.hold()
+        change(held)
+        assert not guards.hold() and not guards.hold()
+        assert guards.failures()
+        held.clear()
+        held.update(before)
+    assert guards.hold()

@@ -23,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers.optimizer import are_same
+from graphsplit.optimizers.own_step import code_of_step, guard_step
 from graphsplit.planning.task import Task
 
 BATCHES = batches_of(4, 8, num=6)
@@ -347,3 +349,42 @@ def test_a_zero_grad_of_its_own_runs() -> None:
                 parameter.grad.mul_(0.5)
 
     step_by_step(lambda net: Decaying(net.parameters(), lr=0.1), lambda *_: None)
+
+
+def _takes_another_step(optimizer: Optimizer) -> Callable[[], object]:
+    optimizer.step = lambda: None  # type: ignore[method-assign]
+    return lambda: vars(optimizer).pop("step")
+
+
+def _is_of_another_class(optimizer: Optimizer) -> Callable[[], object]:
+    before = type(optimizer)
+    optimizer.__class__ = type("Other", (before,), {})
+    return lambda: setattr(optimizer, "__class__", before)
+
+
+def _is_said_to_be_known(optimizer: Optimizer) -> Callable[[], object]:
+    gs.per_parameter(optimizer)
+    return lambda: vars(optimizer).pop("_graphsplit_per_parameter")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_takes_another_step, _is_of_another_class, _is_said_to_be_known),
+        lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None).remove,
+        lambda optimizer: optimizer.register_step_post_hook(lambda *_: None).remove,
+        lambda optimizer: register_optimizer_step_pre_hook(lambda *_: None).remove,
+    ],
+)
+def test_all_that_decides_what_a_step_does_is_seen_at_the_next_one(
+    change: Callable[[Optimizer], Callable[[], object]],
+) -> None:
+    optimizer = own.Momentum(Tower().parameters())
+    guard_step(optimizer)
+    before = code_of_step(optimizer)
+    for _ in range(3):
+        assert are_same(before, code_of_step(optimizer))
+        take_back = change(optimizer)
+        assert not are_same(before, code_of_step(optimizer))
+        take_back()
+    assert are_same(before, code_of_step(optimizer))
