@@ -17,7 +17,7 @@ from graphsplit.capture.opaque.marks import marked_ones
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
-from graphsplit.guards.values import freeze, thaw, with_leaves
+from graphsplit.guards.values import MISSING, freeze, put_into, thaw, with_leaves
 from graphsplit.torch_ext.attributes import is_of_user
 
 WHOLE = "whole "  # and a rank: the section of what modules kept whole remember there
@@ -100,8 +100,9 @@ class OpaqueMemory:
             for name in _attributes(module).keys() - {*values, *kept[path]["left out"]}:
                 del held[name]
             for name, value in values.items():
-                if not is_same(held.get(name, _MISSING), value):
-                    held[name] = _copied(value)
+                there = held.get(name, MISSING)
+                if not is_same(there, value):  # into the containers that are there: plans hold them
+                    held[name] = put_into(freeze(_copied(value)), there)
             # What it has changed alone stays so.
             agreed |= dict.fromkeys(here, _MISSING) if is_own else values
             self._agreed[module] = _copied(agreed)

@@ -37,6 +37,7 @@ from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.planner import Planner
 from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.tensor_meta import sample_of
@@ -290,10 +291,14 @@ class Distributed:
         """The worker on which each parameter and buffer lives; empty before it is known."""
         return self._job.owners.known(self._tensors())
 
+    def planners(self) -> list[Planner]:
+        """Those of its calls: under autocast, and without."""
+        return [calls.planner for calls in self._casting.values()]
+
     def python_values(self) -> list[list[Any]]:
         """Attributes that forward has changed, as ``put_python_values`` takes them."""
         with self._as_itself():
-            kept = (calls.planner.python_values.kept() for calls in self._casting.values())
+            kept = (planner.python_values.kept() for planner in self.planners())
             return [one for several in kept for one in several]
 
     def put_python_values(self, values: list[list[Any]]) -> None:

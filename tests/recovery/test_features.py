@@ -288,6 +288,54 @@ def test_what_no_snapshot_can_hold_is_named_after_the_first_step():
         ThreadCluster(script, 2, SnapshotSettings(every=100)).run()
 
 
+COUNTS = [0.0]
+OWN = torch.Generator().manual_seed(3)
+
+
+class Remembers(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.counts, self.last = where, [0.0], (0.0,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "a global":
+            COUNTS[0] += 1
+        elif self.where == "a list":
+            self.counts[0] += 1
+        elif self.where == "a tuple":
+            self.last = (self.last[0] + 1,)
+        return x * 1.5 if x.sum() > 0 else x * 0.5
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand((), generator=OWN)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("a generator", "can draw from OWN"),
+        ("a global", "changes COUNTS"),
+        ("a list", "changes Remembers.counts"),
+        ("a tuple", "changes an attribute of Remembers"),
+    ],
+)
+def test_what_code_kept_whole_leaves_beside_snapshots_is_refused(where: str, told: str):
+    def script(rank: int) -> None:
+        torch.manual_seed(0)
+        middle = gs.opaque(Draws()) if where == "a generator" else Remembers(where)
+        net = nn.Sequential(nn.Linear(4, 4), middle)
+        net[0].place("MS_WORKER", 0)
+        net[1].place("MS_WORKER", 1)
+        model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(4):
+            model.train_step(torch.randn(2, 4), torch.randn(2, 4))
+
+    with pytest.raises((StateError, JobFailedError), match=rf"{told}, which no snapshot can hold"):
+        ThreadCluster(script, 2, SnapshotSettings(every=100)).run()
+
+
 def test_a_profile_is_refused_before_it_begins():
     def script(rank: int) -> None:
         net = plain_net(place=True)

@@ -35,6 +35,7 @@ from graphsplit.recovery.snapshot.optimizers import (
     settings_of,
 )
 from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.recovery.snapshot.unkept import UnkeptState
 from graphsplit.torch_ext.attributes import is_waiting, note_stepped
 
 Tensors = dict[str, torch.Tensor]
@@ -52,6 +53,7 @@ class LoopNetworks:
         self._number = len(loop.networks)
         # As the script builds them, which a new process does as well.
         self._scalars = [Scalars(net.modules) for _, net in self._all()]
+        self._unkept = [UnkeptState(one.task) for _, net in self._all() if (one := behind(net))]
         self._memories = [OpaqueMemory(partial(dict, network=net)) for _, net in self._all()]
 
     def _all(self) -> Iterator[tuple[int, nn.Module]]:
@@ -81,13 +83,15 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        parts = zip(self._all(), self._memories, self._scalars, strict=True)
-        for (index, network), memory, scalars in parts:
+        parts = zip(self._all(), self._memories, self._scalars, self._unkept, strict=True)
+        for (index, network), memory, scalars, unkept in parts:
             if is_deferred(network):
                 continue  # not used yet
             path = f"net{index}"
             machinery = behind(network)
             assert machinery is not None
+            for planner in machinery.planners():
+                unkept.refuse(planner)
             values = {
                 "owners": machinery.owners(),
                 "trained": [p.requires_grad for p in network.parameters()],

@@ -44,6 +44,7 @@ from graphsplit.recovery.snapshot.optimizers import (
 )
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.recovery.snapshot.tables import Given, are_same, tables_of
+from graphsplit.recovery.snapshot.unkept import UnkeptState
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
@@ -103,6 +104,7 @@ class ModelSnapshot:
         self._is_checked = False
         self._encoder = Encoder()
         self._scalars = Scalars(self._objects)
+        self._unkept = UnkeptState(task)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
         self._num_left_out = Elsewhere.num_left_out
@@ -262,6 +264,7 @@ class ModelSnapshot:
             StateError: Something cannot be kept; names it.
         """
         task, rank = self.task, self._rank
+        self._unkept.refuse(self.engine.planner)
         self._follow()
         if not self.is_settled:
             self.engine.settle_now()
