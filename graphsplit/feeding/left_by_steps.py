@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
+from graphsplit.errors import ConfigurationError
 from graphsplit.guards.values import MISSING, freeze, put_into, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
@@ -31,7 +32,8 @@ from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.planning.ready_plan import ReadyPlan
-from graphsplit.tensor_meta import plain_meta
+from graphsplit.tensor_meta import plain_meta, share_elements
+from graphsplit.torch_ext.attributes import storage_of
 
 
 def note_left(planned: ReadyPlan, rank: int) -> list[Any]:
@@ -103,15 +105,30 @@ def share_written(
         planned: What has run.
         inputs: This worker's flattened inputs of one microbatch.
         holders: The workers that hold the batch.
+
+    Raises:
+        ConfigurationError: Another input shares its memory, and may have been read elsewhere.
     """
     for index, ranks in planned.written_inputs:
         tensor, source = inputs[index], ranks[0]
+        _refuse_aliases(tensor, (one for at, one in enumerate(inputs) if at != index))
         waiting = sorted(set(holders).difference(ranks))
         if control.rank == source:
             control.send(tensor, to=waiting)
         elif control.rank in waiting:
             with torch.no_grad():
                 tensor.copy_(control.receive_tensor(plain_meta(tensor), source=source))
+
+
+def _refuse_aliases(written: torch.Tensor, others: Iterable[Any]) -> None:
+    for other in others:
+        is_one = isinstance(other, torch.Tensor) and storage_of(other) == storage_of(written)
+        if is_one and share_elements(written, other):
+            raise ConfigurationError(
+                "forward or the loss writes to an input that shares memory with another one; where "
+                "that is read, on another worker, it has not changed\n"
+                "  Fix: give one of them a memory of its own, as in y.clone()."
+            )
 
 
 def share_gradients_of_inputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
+from graphsplit.errors import ConfigurationError
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
@@ -113,6 +115,10 @@ class Losses(gs.callbacks.Callback):
     ],
 )
 def test_what_was_written_is_seen_as_in_one_process(script, write, loss_fn, microbatches) -> None:
+    check(script, write, loss_fn, microbatches)
+
+
+def check(script: Any, write: Any, loss_fn: Any, microbatches: int) -> None:
     def run(place: bool) -> Any:
         def make(ranks: tuple[int, int]) -> gs.Model:
             net = Net(write)
@@ -127,3 +133,15 @@ def test_what_was_written_is_seen_as_in_one_process(script, write, loss_fn, micr
         return copy.deepcopy(script(make))
 
     assert_as_alone(lambda: run(False), lambda: run(True))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_inputs_over_one_memory(microbatches: int) -> None:
+    def apart(make: Make, begin: int = 4) -> Any:
+        whole = torch.cat((INPUTS[:8], INPUTS[8:]), 1)
+        x, y = whole[:, :4], whole[:, begin : begin + 3]
+        return [make((0, 1)).train_step(x, y), whole]
+
+    check(apart, scale, nn.MSELoss(), microbatches)
+    with pytest.raises(ConfigurationError, match=r"shares memory with another one[^~]*y\.clone"):
+        check(functools.partial(apart, begin=1), scale, nn.MSELoss(), microbatches)

@@ -25,6 +25,9 @@ _HIDDEN: dict[str, tuple[str, int, Mapping[str, int]]] = {
     "embedding_bag": ("max_norm", 3, {"weight": 1}),
 }
 _SET_AT_FIRST = frozenset({"use_input_stats"})
+# Torch's own functions of these names have other places, and no argument is left out.
+_OF_TORCH = {"batch_norm": 9, "instance_norm": 9}
+_STATISTICS_OF_TORCH = {"running_mean": 3, "running_var": 4}
 
 
 def taken_apart(
@@ -68,7 +71,10 @@ def written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
         target = args[0] if args else next(iter(kwargs.values()))
     hidden = _HIDDEN.get(name)
     if hidden is not None:
-        return _written_inside(*hidden, args, kwargs)
+        flag, place, operands = hidden
+        if len(args) + len(kwargs) == _OF_TORCH.get(name):
+            operands = _STATISTICS_OF_TORCH
+        return _written_inside(flag, place, operands, args, kwargs)
     return [] if target is None else pytree.tree_leaves(target)
 
 
