@@ -122,7 +122,8 @@ def share_written(
 
 def _refuse_aliases(written: torch.Tensor, others: Iterable[Any]) -> None:
     for other in others:
-        is_one = isinstance(other, torch.Tensor) and storage_of(other) == storage_of(written)
+        is_plain = isinstance(other, torch.Tensor) and other.layout is torch.strided
+        is_one = is_plain and storage_of(other) == storage_of(written)
         if is_one and share_elements(written, other):
             raise ConfigurationError(
                 "forward or the loss writes to an input that shares memory with another one; where "
