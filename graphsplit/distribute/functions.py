@@ -11,7 +11,7 @@ from typing import Any
 
 from graphsplit.distribute.values import LoopValue, operate
 from graphsplit.errors import ConfigurationError
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import are_subclasses_asked, pytree
 from graphsplit.torch_ext.replaced import APPLY_FUNCTION, call_instead
 
 
@@ -23,6 +23,8 @@ def watch_functions() -> None:
 
 def _apply(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind, *given = args
+    if not are_subclasses_asked():  # inside a call of a network, or an operation
+        return original(*args, **kwargs)
     if any(map(_is_value, (*given, *kwargs.values()))):
         if kind.__module__ == "torch.utils.checkpoint":
             raise ConfigurationError(_CHECKPOINT)

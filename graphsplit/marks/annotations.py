@@ -152,7 +152,8 @@ def callers_line(depth: int) -> str:
 def problem_with(role: object, rank: object) -> tuple[str, str] | None:
     """The fault in a role and a rank, and how to mend it; None if there is none."""
     if role != WORKER_ROLE:
-        shown = repr(role) if isinstance(role, (str, int, float)) else described(role)
+        is_short = role is None or isinstance(role, (str, int, float))
+        shown = repr(role) if is_short else described(role)
         return (
             f"role {shown} is not known; expected {WORKER_ROLE!r}",
             f"only workers run operations: place({WORKER_ROLE!r}, rank)",

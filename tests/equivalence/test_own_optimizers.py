@@ -228,7 +228,7 @@ def test_the_users_word_overrules_the_trial() -> None:
 
 def test_only_an_optimizer_can_be_said_to_be_per_parameter() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"per_parameter was given 3; expected a torch.opt"
+        ConfigurationError, match=r"per_parameter was given an int; expected a torch.opt"
     ):
         gs.per_parameter(3)  # type: ignore[type-var]
 
