@@ -123,8 +123,11 @@ def failing_module(error: BaseException) -> nn.Module | None:
     Other errors would come again however the module is run. So would those of packed sequences:
     their lengths are no less unknown to a recurrent layer that is kept whole.
     """
-    if not comes_of_capture(error) or is_of_packing(error):
-        return None
+    return None if not comes_of_capture(error) or is_of_packing(error) else running_module(error)
+
+
+def running_module(error: BaseException) -> nn.Module | None:
+    """The innermost module whose forward ran when an error was raised."""
     found: nn.Module | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if is_module_call(frame):

@@ -17,7 +17,13 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
-from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
+from graphsplit.capture.failures import (
+    explain,
+    failing_module,
+    is_of_packing,
+    quiet_export,
+    running_module,
+)
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.observe import values_as_they_were
@@ -33,6 +39,7 @@ from graphsplit.capture.operations.opaque_call import (
 )
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
+from graphsplit.capture.python.outside_reads import DrawsError
 from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
 from graphsplit.capture.reach.reach import holders
@@ -40,7 +47,8 @@ from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep
 from graphsplit.capture.state.owned_tensors import Key, make_buffers, written_attributes
 from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
-    refuse_own_generators,
+    drawing_from_own,
+    own_generator,
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
@@ -149,7 +157,7 @@ def _record_whole(
             keep(root, found)
         except _CannotBeTakenApartError as found:
             module = found.module
-            is_new = lets_ask and module not in (root, *asking)
+            is_new = lets_ask and not found.draws and module not in (root, *asking)
             if module is not None and is_new and _is_in_parts(module, network):
                 asking.add(module)
                 continue
@@ -185,10 +193,13 @@ def _is_in_parts(module: nn.Module, network: nn.Module) -> bool:
 class _CannotBeTakenApartError(Exception):
     """A module has to be kept whole, if that is possible."""
 
-    def __init__(self, refusal: CaptureError, module: nn.Module | None) -> None:
+    def __init__(
+        self, refusal: CaptureError, module: nn.Module | None, *, draws: bool = False
+    ) -> None:
         super().__init__()
         self.refusal = refusal
         self.module = module
+        self.draws = draws  # no value is asked for
 
 
 class _ChangesTensorsError(Exception):
@@ -248,6 +259,9 @@ def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedP
         program = export.record()
     except Exception as error:
         _check_nothing_swallowed(signals, network)
+        if isinstance(error, DrawsError):
+            refusal = CaptureError(str(error))
+            raise _CannotBeTakenApartError(refusal, running_module(error), draws=True) from None
         if isinstance(error, GraphsplitError):
             raise
         module = failing_module(error)
@@ -303,7 +317,9 @@ def _parameters(program: ExportedProgram, root: nn.Module) -> dict[str, str]:
 
 
 def _check(program: ExportedProgram, root: nn.Module) -> None:
-    refuse_own_generators(program)
+    for node in drawing_from_own(program):
+        module = _module_of(root, node)
+        raise _CannotBeTakenApartError(own_generator(node), module, draws=True)
     for node in program.graph.nodes:
         try:
             check_known(node)

@@ -144,8 +144,8 @@ def _check_hook(tensor: torch.Tensor, hook: Any) -> None:
         )
 
 
-def refuse_own_generators(program: ExportedProgram) -> None:
-    """Refuse operations that draw from a generator other than the default one.
+def drawing_from_own(program: ExportedProgram) -> Iterator[Node]:
+    """Operations that draw from a generator other than the default one.
 
     Each worker has a copy of such a generator; only one worker's would advance.
     """
@@ -154,7 +154,7 @@ def refuse_own_generators(program: ExportedProgram) -> None:
         for node in nodes:
             values: Sequence[Any] = (*node.args, *node.kwargs.values())
             if any(isinstance(value, torch.Generator) for value in values):
-                raise _own_generator(node)
+                yield node
     # One that is held somewhere comes in as an input.
     generators = {
         spec.arg.name
@@ -163,10 +163,11 @@ def refuse_own_generators(program: ExportedProgram) -> None:
     }
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in generators and node.users:
-            raise _own_generator(next(iter(node.users)))
+            yield next(iter(node.users))
 
 
-def _own_generator(node: Node) -> CaptureError:
+def own_generator(node: Node) -> CaptureError:
+    """The refusal of such an operation."""
     return CaptureError(
         f"{node.target} draws from a generator of its own, of which every worker has a copy\n"
         f"  {users_line_of_node(node)}\n"

@@ -38,6 +38,10 @@ from graphsplit.torch_ext.private import SWITCHES
 _OPAQUE = "keep the module or function that does it whole, with gs.opaque"
 
 
+class DrawsError(CaptureError):
+    """Code draws random numbers outside of torch: it is recorded only if it is kept whole."""
+
+
 @dataclass(frozen=True)
 class _Read:
     """Something that forward may read.
@@ -47,12 +51,14 @@ class _Read:
         way_out: What to do instead.
         by_libraries: Whether it is refused in installed packages, too: what those ask a clock or
             the environment for is no value of the network.
+        draws: Whether it would be right in code that is kept whole.
         outcome: What would come of it, for people.
     """
 
     what: str
     way_out: str
     by_libraries: bool = False
+    draws: bool = False
     outcome: str = "the captured graph would keep what it got, at every step"
 
 
@@ -71,6 +77,7 @@ _DRAW = _Read(
     "draws from a random.Random of its own",
     "draw with torch from the default generator",
     by_libraries=True,
+    draws=True,
 )
 _GENERATOR = _Read(
     "seeds, asks or sets a torch.Generator",
@@ -81,6 +88,7 @@ _MODULE = _Read(
     "draws from Python's module random",
     "draw with torch from the default generator, and choose by torch.where",
     by_libraries=True,
+    draws=True,
 )
 _NEXT = _Read(
     "takes the next item of a generator that was there before",
@@ -242,7 +250,8 @@ class OutsideReads(TorchCalls):
             return
         in_library = "site-packages" in frame.f_code.co_filename
         if _is_users(frame) and (read.by_libraries or not in_library):
-            refusal = CaptureError(
+            kind = DrawsError if read.draws else CaptureError
+            refusal = kind(
                 f"forward or the loss {read.what}; {read.outcome}\n"
                 f"  {line_now(frame)}\n  Fix: {read.way_out}, or {_OPAQUE}."
             )

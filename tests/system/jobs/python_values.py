@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,8 +119,37 @@ def tensors_in_python() -> Case:
     return net, loss, change
 
 
+class Drawing(nn.Module):
+    """Skips its layer at random, and adds noise of its own: kept whole unasked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(4, 4), torch.Generator().manual_seed(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if random.random() < 0.4:
+            return x
+        return x + self.layer(x) * torch.rand(x.shape, generator=self.own)
+
+
+def draws_beside_torchs_generator() -> Case:
+    random.seed(3)
+    net, own = Net(), random.Random(4)
+    net.bn = nn.Sequential(net.bn, Drawing())
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        share = own.betavariate(0.4, 0.4)
+        return share * F.mse_loss(outputs, target) + (1 - share) * F.l1_loss(outputs, target)
+
+    def change(step: int) -> None:
+        net.bn[0].momentum = own.random() * 0.1 + random.random() * 0.1
+
+    return net, loss, change
+
+
 CASES = (
     tensors_in_python,
+    draws_beside_torchs_generator,
     a_global,
     a_global_counter,
     a_closure,
