@@ -130,6 +130,7 @@ _NAMES = _OF_DATES | _OF_GENERATORS | _OF_TORCHS | {f.__name__ for f in _FUNCTIO
 _NAMES_OF_CODES = frozenset(code.co_name for code in _CODES)
 _KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (*SWITCHES, torch.get_num_threads)
 _MADE_HERE = (random.Random.__init__.__code__,)
+_GAUSS = random.Random.gauss.__code__  # gives what it has drawn before, every other time
 # Modules and packages of Python that do it for their callers.
 _THROUGH = frozenset(
     (
@@ -207,6 +208,8 @@ class OutsideReads(TorchCalls):
             self._check(_CODES[code], frame.f_back)
         elif code in _MADE_HERE:
             self._see_new(frame)
+        elif code is _GAUSS and (read := self._drawn_from(frame.f_locals["self"])):
+            self._check(read, frame.f_back)
         elif code.co_flags & inspect.CO_GENERATOR:
             self._see_generator(frame)
 
@@ -228,12 +231,15 @@ class OutsideReads(TorchCalls):
         self._new.append(made)
         self._new_ids.add(id(made))
 
+    def _drawn_from(self, owner: random.Random) -> _Read | None:
+        if id(owner) in self._new_ids:
+            return None
+        return _MODULE if owner is random._inst else _DRAW
+
     def _read_by(self, called: Any) -> _Read | None:
         name = called.__name__
-        if name in _OF_GENERATORS:
-            owner = called.__self__
-            if isinstance(owner, random.Random) and id(owner) not in self._new_ids:
-                return _MODULE if owner is random._inst else _DRAW
+        if name in _OF_GENERATORS and isinstance(called.__self__, random.Random):
+            return self._drawn_from(called.__self__)
         if name in _OF_TORCHS and isinstance(called.__self__, torch.Generator):
             return _GENERATOR
         if name in _OF_DATES:
