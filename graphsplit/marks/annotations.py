@@ -151,7 +151,7 @@ def callers_line(depth: int) -> str:
 
 def problem_with(role: object, rank: object) -> tuple[str, str] | None:
     """The fault in a role and a rank, and how to mend it; None if there is none."""
-    if role != WORKER_ROLE:
+    if not isinstance(role, str) or role != WORKER_ROLE:
         is_short = role is None or isinstance(role, (str, int, float))
         shown = repr(role) if is_short else described(role)
         return (
@@ -423,7 +423,7 @@ def place(
 def _named(role: Any, rank: Any) -> tuple[Any, Any]:
     """The role and the rank where the role may be left out."""
     is_name = isinstance(role, str) and not role.startswith("MS_")
-    is_short = rank is None and (is_name or isinstance(role, (int, list, tuple)))
+    is_short = rank is None and (is_name or isinstance(role, (int, list, tuple, range)))
     return (WORKER_ROLE, role) if is_short else (role, rank)
 
 

@@ -60,7 +60,7 @@ def numbered(ranks: Any) -> Any:
         each = [_ranks_of(one) if isinstance(one, str) else [one] for one in ranks]
         every = [rank for some in each for rank in some]
         return list(dict.fromkeys(every)) if _Names.found == {} else every
-    return ranks
+    return [*ranks] if isinstance(ranks, range) else ranks
 
 
 def _ranks_of(text: str) -> list[int]:

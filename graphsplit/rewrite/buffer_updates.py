@@ -29,8 +29,9 @@ from graphsplit.capture.graph import BufferUpdate, CapturedGraph, NodeKind
 from graphsplit.capture.numbers.sizes import is_number
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.rewrite.rebuild import rebuilt
-from graphsplit.torch_ext.private import OpOverload
+from graphsplit.torch_ext.private import OpOverload, has_kernel
 
+_TAKEN_APART = "CompositeImplicitAutograd"
 _BATCH_NORM = torch.ops.aten.batch_norm.default
 _STATISTICS, _MOMENTUM = slice(3, 5), 6
 
@@ -188,10 +189,14 @@ class _Finder:
         one = self._node.get(node)
         if one is None or not isinstance(node.target, OpOverload):
             return False
-        if (node.meta.get("custom") or {}).get(CHECKPOINT_KEY) or one.region.autocasts:
-            return False  # backward would do it once more; it would see other dtypes
+        if (node.meta.get("custom") or {}).get(CHECKPOINT_KEY):
+            return False  # backward would do it once more
         if node.target is _BATCH_NORM:
             return self._is_as_without_statistics(node)
+        autocasts = one.region.autocasts
+        keys = _TAKEN_APART, *(f"Autocast{device.upper()}" for device, _ in autocasts)
+        if autocasts and any(has_kernel(node.target.name(), key) for key in keys):
+            return False  # it, or what it is made of, would see other dtypes
         if one.requires_grad or one.is_random or one.meta is None:
             return False
         return all(user in operations for user in node.users)

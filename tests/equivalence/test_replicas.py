@@ -348,6 +348,24 @@ def test_a_parameter_lives_on_one_worker() -> None:
         gs.apply_placement(Net(), {"parameters": {"head.weight": [0, 1]}})
 
 
+def test_a_range_of_workers_is_a_list_of_them() -> None:
+    net: Any = Net()
+    net.place(range(2))
+    net.body.place("MS_WORKER", range(1, 3), rows=(2, 1))
+    net.head.place(range(1, 2))
+    found = [(a.rank, a.replicas, a.rows) for a in annotations_of(net).values()]
+    assert found == [(0, (0, 1), ()), (1, (1, 2), (2, 1)), (1, (), ())]
+
+
+@pytest.mark.parametrize("ranks", [{0, 1}, torch.tensor([0, 1]), torch.arange(2).numpy()])
+def test_ranks_in_what_is_no_list_are_refused_by_name(ranks: Any) -> None:
+    net: Any = Net()
+    with pytest.raises(PlacementError, match=r"role a \w+ is not known; expected 'MS_WORKER'"):
+        net.place(ranks)
+    with pytest.raises(PlacementError, match=r"rank .* is a \w+; expected an int"):
+        net.place("MS_WORKER", ranks)
+
+
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, -1], [0, "1"]])
 def test_ranks_that_are_none_are_refused(ranks: list[Any]) -> None:
     with pytest.raises(PlacementError, match=r"worker|negative|expected an int"):

@@ -226,12 +226,49 @@ class Checkpointed(Twice):
         return checkpoint(self.norm, self.one(x), use_reentrant=False)
 
 
-class Cast(Twice):
-    """A norm of shorter numbers than its statistics are."""
+class Affine(Images):
+    """All norms have weights: one without would look at the dtype of its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[5] = nn.BatchNorm2d(4)
+
+
+class Shorter(Affine):
+    """Norms of shorter numbers than their statistics are, in a block of autocast."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return self.norm(self.one(x))
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("options", [{}, {"autocast": torch.float16}], ids=["block", "whole step"])
+def test_norms_and_averages_under_autocast(options: Any, order: str) -> None:
+    for place, num_workers in ((whole(2, 0, 1), 3), (stage, 3)):
+        assert_same_bits(
+            Affine if options else Shorter,
+            images(12, 14),
+            num_workers=num_workers,
+            loss_fn=rows_against_target,
+            place=place,
+            microbatches=4,
+            gradient_order=order,
+            **options,
+        )
+
+
+class Cast(Twice):
+    """A buffer that is updated by a product, whose operands autocast shortens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mix", torch.eye(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            self.mix.copy_(self.mix @ self.mix)
+            return self.one(x)
 
 
 class Keeping(Twice):
@@ -299,7 +336,7 @@ class Counting(Twice):
         (Counting, "buffer count in place"),
         (Read, "buffer norm.running_mean in place"),
         (Checkpointed, "buffer norm.running_mean in place"),
-        (Cast, "buffer norm.running_mean in place"),
+        (Cast, "buffer mix in place"),
         (Keeping, r"(leaves|changes) .*\blast\b"),
     ],
 )

@@ -103,7 +103,7 @@ def _problems_of(graph: CapturedGraph) -> Iterator[str]:
         yield (
             f"forward changes {what} in place, microbatch after microbatch, and that cannot wait "
             f"until forward has run: more than its own updates read it, or it is inside a "
-            f"checkpoint or autocast"
+            f"checkpoint, or autocast casts what it is computed from"
         )
     if graph.draws_from_process:
         yield "forward draws from Python's or NumPy's generator, which runs through microbatches"
