@@ -294,7 +294,9 @@ class CreditedReceiver(Receiver):
 
         def look() -> None:
             if not waits:
-                waits.append(Wait(self._watch.policy, peer=self.spec.source, what=self._what))
+                policy, coming = self._watch.policy, self._incoming.is_coming
+                peer, what = self.spec.source, self._what
+                waits.append(Wait(policy, peer=peer, what=what, is_coming=coming))
             waits[0].check()
 
         while not self.closed and (self.has_message() or self._incoming.broken is None):
@@ -316,6 +318,10 @@ class CreditedReceiver(Receiver):
     def has_message(self) -> bool:
         """True if ``receive`` would return at once."""
         return self._num_filed > self._num_taken
+
+    def is_coming(self) -> bool:
+        """True if a message has begun to arrive, and is not there yet."""
+        return self._num_arrived > self._num_filed
 
     def is_ready(self) -> bool:
         """See ``Receiver.is_ready``."""
@@ -442,6 +448,10 @@ class IncomingChannels(Generic[_R]):
                 f"worker {self.source} sent a value of plan {plan}, edge {edge}, which is not open"
             )
         return receiver
+
+    def is_coming(self) -> bool:
+        """True if a message of any channel has begun to arrive, and is not there yet."""
+        return any(one.is_coming() for one in list(self._receivers.values()))
 
     def notify(self) -> None:
         """Make every thread that waits for this source look around."""

@@ -57,15 +57,26 @@ class Wait:
 
     Let go of it when the wait is over.
 
-    Attributes:
+    Args:
+        policy: The rule.
         peer: The rank that is waited for.
         what: What for, in words.
+        is_coming: Whether something of the peer's has begun to arrive and is not there yet: on a
+            slow cable a value may still be on its way long after the peer's script has ended.
     """
 
-    def __init__(self, policy: WaitPolicy, *, peer: int, what: str) -> None:
+    def __init__(
+        self,
+        policy: WaitPolicy,
+        *,
+        peer: int,
+        what: str,
+        is_coming: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._policy = policy
         self.peer = peer
         self.what = what
+        self._is_coming, self._came = is_coming, 0.0
         self._progress = policy.progress(peer)
         self._since = time.monotonic()
         policy.waiting.begin(self)
@@ -77,7 +88,7 @@ class Wait:
         progress = self._policy.progress(self.peer)
         if progress != self._progress:
             self._progress, self._since = progress, now
-        elif progress >= FINISHED and now - self._since > _LAST_MESSAGES_S:
+        elif progress >= FINISHED and self._is_over(now):
             raise PeerFinishedError(
                 f"{self.what}: the script of worker {self.peer} has ended, so this will never "
                 f"come\n  Fix: every worker must run the same steps; did worker {self.peer} leave "
@@ -89,3 +100,8 @@ class Wait:
                 f"made no progress\n  Fix: if steps of this model really take longer, raise "
                 f"MS_RECEIVE_MSG_TIMEOUT"
             )
+
+    def _is_over(self, now: float) -> bool:
+        if self._is_coming():
+            self._came = now
+        return now - max(self._since, self._came) > _LAST_MESSAGES_S

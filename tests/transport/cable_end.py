@@ -1,6 +1,8 @@
 """One of two workers on a cable: how long a value takes one way, and both ways at once.
 
 python cable_end.py RANK SIZE, in a namespace of ``Hosts``; worker 0 prints JSON.
+python cable_end.py RANK SIZE KIND has worker 0 send one value, by that kind of transport, and end
+its script at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from matrix.network.namespaces import Hosts
 
 from graphsplit.security.protection import Protection
-from graphsplit.transport import ChannelSpec, Hub, WaitPolicy
+from graphsplit.transport import ChannelSpec, Hub, WaitPolicy, wait
 
 PORT, ROUNDS, TRIED_S = 9999, 5, 30.0
 
@@ -43,18 +45,20 @@ def meet(rank: int, said: dict[str, str]) -> dict[str, str]:
     return heard
 
 
-def main(rank: int, size: int) -> None:
+def main(rank: int, size: int, kind: str = "") -> None:
     """Exchange values, and say how long they took."""
     hub = Hub(
         bind_host=Hosts.address(rank),
-        mode="gloo",
+        mode=kind or "gloo",
         num_workers=2,
         protection=Protection(trusts_network=True),
     )
     mine = hub.endpoints
     other = meet(rank, mine)
     peers = [mine, other] if rank == 0 else [other, mine]
-    policy = WaitPolicy(deadline_s=TRIED_S)
+    progress = wait.FINISHED if kind else 0
+    wait._LAST_MESSAGES_S = 1.5  # the value takes longer
+    policy = WaitPolicy(deadline_s=TRIED_S, progress=lambda rank: progress)
     transport = hub.connect(rank=rank, job="cable", generation=1, peers=peers, policy=policy)
     specs = [
         ChannelSpec(0, source, source, 1 - source, torch.float32, (size // 4,), size)
@@ -62,6 +66,17 @@ def main(rank: int, size: int) -> None:
     ]
     sender, receiver = transport.open_sender(specs[rank]), transport.open_receiver(specs[1 - rank])
     value, steps = torch.ones(size // 4), iter(range(1000))
+
+    if kind:
+        if rank == 0:
+            sender.send(value, step=0, microbatch=0)
+            meet(rank, {})
+        else:
+            received = receiver.receive(step=0, microbatch=0)
+            meet(rank, {})
+            assert torch.equal(received, value)
+        transport.close()
+        return
 
     def exchange(*, in_turn: bool) -> float:
         step, began = next(steps), time.perf_counter()
@@ -84,4 +99,4 @@ def main(rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

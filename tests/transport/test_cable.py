@@ -28,11 +28,8 @@ def wire(hosts: Hosts) -> None:
         subprocess.run(["tc", "-n", name, *SHAPE.split()], check=True)
 
 
-@pytest.mark.real_processes
-@pytest.mark.timeout(240)
-@pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
-@pytest.mark.parametrize("size", [200_000, 500_000, 1_200_000], ids=["small", "a piece", "pieces"])
-def test_values_in_both_directions_do_not_take_turns(size: int) -> None:
+def both_ends(*words: str) -> list[bytes]:
+    """What the two workers on a cable print."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     script = str(Path(__file__).with_name("cable_end.py"))
@@ -40,7 +37,7 @@ def test_values_in_both_directions_do_not_take_turns(size: int) -> None:
         wire(hosts)
         ends = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, script, str(rank), str(size)],
+                ["ip", "netns", "exec", name, sys.executable, script, str(rank), *words],
                 stdout=subprocess.PIPE,
                 env=environment,
             )
@@ -53,6 +50,22 @@ def test_values_in_both_directions_do_not_take_turns(size: int) -> None:
                 end.kill()
                 end.wait()
     assert [end.returncode for end in ends] == [0, 0]
-    took = json.loads(said[0])
+    return said
+
+
+@pytest.mark.real_processes
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
+@pytest.mark.parametrize("size", [200_000, 500_000, 1_200_000], ids=["small", "a piece", "pieces"])
+def test_values_in_both_directions_do_not_take_turns(size: int) -> None:
+    took = json.loads(both_ends(str(size))[0])
     # In turns they would take 1.8 times as long, and did.
     assert took["both ways"] < 1.5 * took["one way"], took
+
+
+@pytest.mark.real_processes
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
+@pytest.mark.parametrize("kind", ["gloo", "grpc"])
+def test_what_is_on_its_way_arrives_though_the_script_that_sent_it_has_ended(kind: str) -> None:
+    both_ends(str(10_000_000), kind)
