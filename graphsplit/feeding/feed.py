@@ -60,7 +60,6 @@ _FIX = (
     "gs.init() or torch.manual_seed()."
 )
 
-
 FeedItem = tuple[PlannedStep, Division | None, Callable[[], None] | None]
 
 
@@ -174,7 +173,8 @@ class Feed:
             is_same_state = is_known and torch.equal(state, self._known)
             news = b"" if is_same_state else state.numpy().tobytes()
             previous = self._checksum or 0
-            self._compare_again(previous)
+            if self._again is not None:
+                self._compare_again(previous)
             if division is None:
                 self._end_leading(news, process, previous, memory)
                 return
@@ -379,7 +379,8 @@ class Feed:
 
     def _compare_previous(self, ticket: Ticket) -> None:
         """Compare the batch before with the leader's, if drawn here, and where the generator is."""
-        self._compare_again(ticket.previous_checksum)
+        if self._again is not None:
+            self._compare_again(ticket.previous_checksum)
         mine, self._checksum = self._checksum, None
         if mine is not None and mine != ticket.previous_checksum:
             self._step -= 1

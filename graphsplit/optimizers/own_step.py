@@ -182,7 +182,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """All that decides what its step does, apart from settings: compared by identity."""
     kind, own = type(optimizer), vars(optimizer)
-    code = kind, kind.step, own.get("step"), getattr(optimizer, _SAID, None)
+    code = kind, kind.step, own.get("step"), own.get(_SAID)
     before = own.get(BEFORE_STEP, {})
     is_usual = len(before) == 1 and refuse_own_step in before.values()
     if is_usual and not (own.get(AFTER_STEP) or any(GLOBAL_STEP_HOOKS)):  # as at most steps

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.auto import takes_costs
 from graphsplit.schedule.costs import Costs
-from graphsplit.torch_ext.private import num_function_modes
+from graphsplit.torch_ext.private import is_any_autocast_on, num_function_modes
 from graphsplit.torch_ext.steering import let_steer, owned_state
 
 _MAX_PLANS = 64
@@ -147,8 +146,8 @@ class Planner:
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
         is_training = mode is Mode.TRAIN
-        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        if is_cast or num_function_modes() or (is_training and not torch.is_grad_enabled()):
+        is_on = is_any_autocast_on() or num_function_modes()
+        if is_on or (is_training and not torch.is_grad_enabled()):
             check_around(mode)
         if is_training and not self._task.network.training:
             self._task.network.train()
@@ -218,11 +217,12 @@ class Planner:
         Raises:
             PlanMismatchError: They differ; names the places, with both values.
         """
-        theirs, ranks = leaders[0], (self._job.rank, leaders[1])
+        theirs = leaders[0]
         is_of_it = ahead is not None and self._found and self._found[:2] == (mode, signature)
         mine = ahead if ahead is not None and is_of_it else self.python_step(mode, signature)
-        if all(map(is_, (mine, theirs), self._agreed)):  # they are held
+        if mine is self._agreed[0] and theirs is self._agreed[1]:  # they are held
             return
+        ranks = self._job.rank, leaders[1]
         if mine.agrees_with(theirs) and not written_apart(mine, theirs, ranks, self.known_owners):
             self._agreed = mine, theirs
             return

@@ -41,6 +41,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
 _OF_NUMPY = (np.floating, np.integer)
+_is_trained = attrgetter("requires_grad")
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
 
 
@@ -90,7 +91,7 @@ class Recording:
         """The numbers of the graph, for a batch; None if the graph does not hold for it."""
         sizes = self.graph.sizes
         if sizes is None:
-            return {} if signature == self.signature else None
+            return {} if self.signature is signature or self.signature == signature else None
         if not lifted and signature.digest in self._numbers:
             return self._numbers[signature.digest]
         if signature.digest not in self._leaves:
@@ -128,7 +129,7 @@ class Match(NamedTuple):
 def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     """Of every parameter, whether it is trained."""
     with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
-        return tuple(map(attrgetter("requires_grad"), parameters))
+        return tuple(map(_is_trained, parameters))
 
 
 class Recordings:
@@ -193,11 +194,10 @@ class Recordings:
             signature: Of the batch, or of each microbatch.
         """
         for index, recording in enumerate(self._latest):
-            if recording.mode is not mode or not self._fits(recording):
+            is_other = recording.signature is not signature and recording.signature != signature
+            if recording.mode is not mode or (is_other and recording.graph.sizes is None):
                 continue
-            if recording.graph.sizes is None and recording.signature != signature:
-                continue
-            if not recording.graph.state.guards.hold():
+            if not self._fits(recording) or not recording.graph.state.guards.hold():
                 continue
             lifted = recording.lifted()
             numbers = recording.numbers(signature, lifted)

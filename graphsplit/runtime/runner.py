@@ -245,19 +245,13 @@ class ProgramRunner:
         self.step, self.position = step, 0
         if self._parts.sums is not None and microbatches is not None and not microbatches.start:
             self._parts.sums.begin_batch()
-        nothing = ((),) * len(inputs)
-        return StepState(
-            step,
-            inputs,
-            numbers,
-            microbatches,
-            values=[*map(dict, (self._owned_outputs,) * len(inputs))],
-            leaves=[*map(dict, nothing)],  # a comprehension would be a call
-            roots=[*map(dict, nothing)],
-            collected=[*map(dict, nothing)],
-            received=[*map(dict, nothing)],
-            pending=[*map(dict, nothing)],
-        )
+        state = StepState(step, inputs, numbers, microbatches)
+        empty = state.leaves, state.roots, state.collected, state.received, state.pending
+        for _ in inputs:
+            state.values.append({**self._owned_outputs})
+            for of_microbatches in empty:
+                of_microbatches.append({})
+        return state
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions

@@ -110,6 +110,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_disabled_torch_function_impl", "_is_torch_function_enabled"),
     ),
     *_of(
+        "torch._C",
+        "whether autocast is on anywhere, by one call at every step",
+        "_is_any_autocast_enabled",
+    ),
+    *_of(
         "torch.Tensor",
         "a value of the script's own loop that is on another worker has a shape and no memory",
         "_make_wrapper_subclass",

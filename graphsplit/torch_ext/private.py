@@ -91,6 +91,7 @@ __all__ = [
     "has_foreach_support",
     "has_kernel",
     "has_storage",
+    "is_any_autocast_on",
     "is_traceable_wrapper_subclass",
     "kernels_of_python",
     "make_wrapper",
@@ -111,6 +112,7 @@ _C: Any = torch._C
 
 SingleLevelFunction: Any = _SingleLevelFunction
 num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+is_any_autocast_on: Callable[[], bool] = _C._is_any_autocast_enabled
 num_function_modes: Callable[[], int] = _C._len_torch_function_stack
 run_backward: Callable[..., Any] = Variable._execution_engine.run_backward
 are_subclasses_asked: Callable[[], bool] = _C._is_torch_function_enabled

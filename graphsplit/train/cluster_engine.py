@@ -183,7 +183,8 @@ class ClusterEngine(ClusterState):
             share_left(control, plan, before)
         if plan.written_inputs:
             share_written(control, plan, phase.inputs[0], self._job.ranks)
-        self._note_run(plan)
+        if not plan.runner.has_run:
+            self._note_first_run(plan)
         leave_all(ending.changes, ())
         self.planner.writes.after_step()
         ending.error.error.__traceback__ = ending.trace
@@ -393,16 +394,16 @@ class ClusterEngine(ClusterState):
         if plan.asking_inputs and division is not None and holders == self._job.ranks:
             given = map(leaves, division.microbatches[phase.start :])
             share_gradients_of_inputs(self._job.control, plan, state.of_inputs, given)
-        self._note_run(plan)
+        if not plan.runner.has_run:
+            self._note_first_run(plan)
         return state
 
-    def _note_run(self, plan: ReadyPlan) -> None:
+    def _note_first_run(self, plan: ReadyPlan) -> None:
         """After a plan's first run workers tell each other the sizes that it gave to buffers."""
-        if not plan.runner.has_run:
-            plan.runner.has_run = True
-            tensors = named_state(self._task.network, self._task.loss_fn)
-            if share_sizes(self._job.control, plan.plan, tensors):
-                self.planner.recordings.forget_sizes()
+        plan.runner.has_run = True
+        tensors = named_state(self._task.network, self._task.loss_fn)
+        if share_sizes(self._job.control, plan.plan, tensors):
+            self.planner.recordings.forget_sizes()
 
     def _use_measurements(self, planned: PlannedStep) -> None:
         """Once a plan that waits for its costs has been timed often enough, use them."""
