@@ -173,6 +173,7 @@ class Exchange(Enum):
     LATER = "later"
     WITH_KEPT = "with kept"
     ALONE = "alone"
+    __hash__ = object.__hash__  # Enum's is a call in Python, for each plan that a step looks up
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,15 +307,14 @@ class Planner:
             self._lower_again(note)
         recording, asks = found.recording, found.recording.graph.num_answered is not None
         key = (recording.plans, WHOLE_STEP if asks else part)
-        latest = next(reversed(self._plans.items()), (None, None))  # finds it without a hash
-        planned = latest[1] if latest[0] == key else self._plans.get(key)
+        planned = self._plans.get(key)
         if planned is None:
             planned = self._plans[key] = self._make(found, key[1], note)
             self._numbers[key] = planned.runner.plan_number
             if len(self._plans) > self._max_plans:
                 oldest, _ = self._plans.popitem(last=False)
                 self._job.transport.close_plan(self._numbers.pop(oldest))
-        elif latest[1] is not planned:
+        else:
             self._plans.move_to_end(key)
         if not self._is_settled:
             self._free_others()
