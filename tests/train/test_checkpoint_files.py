@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
 def test_a_file_gives_back_every_bit_of_every_dtype(tmp_path: Path) -> None:
     tensors = {**COMMON, **RARE}
     record = write(tmp_path / "w.safetensors", tensors)
-    with TensorFile(tmp_path / "w.safetensors") as file:
+    with closing(TensorFile(tmp_path / "w.safetensors")) as file:
         assert file.record == record
         assert file.metas == {n: plain_meta(t) for n, t in file_order(tensors)}
         assert difference(tensors, {name: file.read(name) for name in tensors}) is None
@@ -67,7 +68,7 @@ def file_order(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor
 def test_a_file_of_the_library_is_read_without_checksums(tmp_path: Path) -> None:
     path = tmp_path / "theirs.safetensors"
     safetensors.torch.save_file({"a": torch.arange(3)}, path)
-    with TensorFile(path) as file:
+    with closing(TensorFile(path)) as file:
         assert torch.equal(file.read("a"), torch.arange(3))
         assert file.info == FileInfo()
 
@@ -75,7 +76,7 @@ def test_a_file_of_the_library_is_read_without_checksums(tmp_path: Path) -> None
 def test_aliases_and_values_are_kept_in_the_header(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write(path, {"wte": torch.ones(2)}, aliases={"head": "wte"}, values={"lr": 0.1})
-    with TensorFile(path) as file:
+    with closing(TensorFile(path)) as file:
         assert file.info.aliases == {"head": "wte"}
         assert file.info.values == {"lr": 0.1}
     with safetensors.safe_open(path, "pt") as theirs:
@@ -110,7 +111,7 @@ def test_a_file_may_come_in_pieces_and_holds_no_whole_tensor(tmp_path: Path) -> 
     writer = TensorFileWriter(tmp_path / "w", FileLayout.of({"a": plain_meta(value)}))
     writer.write("a", octets_of(value).split(333))
     writer.finish()
-    with TensorFile(tmp_path / "w") as file:
+    with closing(TensorFile(tmp_path / "w")) as file:
         assert torch.equal(file.read("a"), value)
 
 
@@ -147,7 +148,7 @@ def test_one_flipped_bit_is_noticed_and_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with TensorFile(path) as file:
+    with closing(TensorFile(path)) as file:
         assert torch.equal(file.read("a"), torch.ones(4))
         with pytest.raises(CheckpointError, match=r"'b' in .* is damaged: its checksum"):
             file.read("b")

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, cast
 
 import torch
@@ -112,8 +111,7 @@ class TensorFileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        with TensorFile(self._part):  # the library must be able to open it
-            pass
+        TensorFile(self._part).close()  # the library must be able to open it
         put_in_place(self._part, self._path)
         self._tick()
         size = len(header) + self._layout.data_bytes
@@ -183,17 +181,6 @@ class TensorFile:
             name: self._meta(name, slices[name].get_dtype(), slices[name].get_shape())
             for name in names
         }
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give the file back."""
