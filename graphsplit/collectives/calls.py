@@ -14,7 +14,13 @@ import torch
 
 from graphsplit.collectives.exchange import PartOfJob
 from graphsplit.collectives.making import Making, check_value, pass_value
-from graphsplit.collectives.reductions import RankReduction, described, tensor_of
+from graphsplit.collectives.reductions import (
+    check_reduction,
+    check_whole,
+    described,
+    reduced,
+    tensor_of,
+)
 from graphsplit.errors import ConfigurationError
 from graphsplit.text import called
 
@@ -239,13 +245,14 @@ def _deliver(making: Making) -> Any:
 def _reduced(name: str, value: Any, op: str, dst: int | None, ranks: Iterable[int] | None) -> Any:
     making = Making.of(name, ranks, dst)
     check_value(name, value)
-    reduction = RankReduction.of(name, op, value)
+    check_reduction(name, op, value)
 
     def move(part: PartOfJob, argument: Any) -> Any:
         values = part.collect(tensor_of(argument), root=making.root)
         is_tensor = isinstance(argument, torch.Tensor)
-        of_all = reduction.of_all if is_tensor else reduction.of_numbers
-        result = of_all(values) if values else None
+        if values and not is_tensor:
+            check_whole(op, values)
+        result = reduced(op, values) if values else None
         if dst is None:
             result = part.deliver(result, root=making.root)
         if isinstance(result, torch.Tensor):

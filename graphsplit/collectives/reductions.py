@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,55 +49,44 @@ def described(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-@dataclass(frozen=True)
-class RankReduction:
-    """An operation over the values of several workers.
+def check_reduction(name: str, op: str, value: Any) -> None:
+    """Refuse an operation that there is not for a value.
 
-    Attributes:
-        op: Its name.
+    Raises:
+        ConfigurationError: There is none.
     """
+    if not isinstance(op, str) or op not in _OF_TWO:
+        raise ConfigurationError(f"{name}: op={op!r}; expected one of {', '.join(_OF_TWO)}")
+    dtype = tensor_of(value).dtype
+    if dtype is torch.bool and op not in ("min", "max"):
+        raise ConfigurationError(
+            f"{name}: booleans have no {op}\n  Fix: op='max' is any, op='min' is all; or pass "
+            f"numbers, as of .int()."
+        )
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(
+            f"{name}: whole numbers have no mean of their dtype\n  Fix: pass .float(), or "
+            f"divide the sum."
+        )
+    try:  # on two elements: torch says what a dtype cannot
+        reduced(op, [torch.zeros(1, dtype=dtype)] * 2)
+    except RuntimeError as error:
+        raise ConfigurationError(f"{name}: {dtype} has no {op}: {error}") from None
 
-    op: str
 
-    @classmethod
-    def of(cls, name: str, op: str, value: Any) -> RankReduction:
-        """The operation, if there is such a one for a value.
+def reduced(op: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The result of an operation over the values of several workers, taken in their order."""
+    if len(values) == 1:
+        return values[0].clone()
+    total = functools.reduce(_OF_TWO[op], (one.to(values[0].device) for one in values))
+    return total / len(values) if op == "mean" else total
 
-        Raises:
-            ConfigurationError: There is none.
-        """
-        if not isinstance(op, str) or op not in _OF_TWO:
-            raise ConfigurationError(f"{name}: op={op!r}; expected one of {', '.join(_OF_TWO)}")
-        reduction, dtype = cls(op), tensor_of(value).dtype
-        if dtype is torch.bool and op not in ("min", "max"):
-            raise ConfigurationError(
-                f"{name}: booleans have no {op}\n  Fix: op='max' is any, op='min' is all; or pass "
-                f"numbers, as of .int()."
-            )
-        if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-            raise ConfigurationError(
-                f"{name}: whole numbers have no mean of their dtype\n  Fix: pass .float(), or "
-                f"divide the sum."
-            )
-        try:  # on two elements: torch says what a dtype cannot
-            reduction.of_all([torch.zeros(1, dtype=dtype)] * 2)
-        except RuntimeError as error:
-            raise ConfigurationError(f"{name}: {dtype} has no {op}: {error}") from None
-        return reduction
 
-    def of_all(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result over the values, taken in their order."""
-        if len(values) == 1:
-            return values[0].clone()
-        total = functools.reduce(_OF_TWO[self.op], (one.to(values[0].device) for one in values))
-        return total / len(values) if self.op == "mean" else total
+def check_whole(op: str, values: Sequence[torch.Tensor]) -> None:
+    """Refuse a result over Python's whole numbers, which have no end, of more than 64 bits.
 
-    def of_numbers(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result over Python's numbers, of which whole ones have no end.
-
-        Raises:
-            ConfigurationError: It takes more than 64 bits.
-        """
-        if values[0].dtype is torch.int64 and self.op in _OF_TWO_WHOLE:
-            tensor_of(functools.reduce(_OF_TWO_WHOLE[self.op], (one.item() for one in values)))
-        return self.of_all(values)
+    Raises:
+        ConfigurationError: It is one.
+    """
+    if values[0].dtype is torch.int64 and op in _OF_TWO_WHOLE:
+        tensor_of(functools.reduce(_OF_TWO_WHOLE[op], (one.item() for one in values)))
