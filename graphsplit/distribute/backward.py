@@ -41,12 +41,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     wanted.run(wanted.add)
 
 
-def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.autograd.grad``."""
-    return _of_grad(*args, **kwargs)
-
-
-def _of_grad(
+def _grad(
     outputs: Any,
     inputs: Any,
     grad_outputs: Any = None,
@@ -57,6 +52,7 @@ def _of_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
+    """``torch.autograd.grad``."""
     if is_grads_batched:
         raise ConfigurationError(
             "torch.autograd.grad(is_grads_batched=True) through a distributed network\n"
@@ -431,7 +427,7 @@ _HOOKED = (
     "see parts of its gradient\n"
     "  Fix: use register_post_accumulate_grad_hook, or call backward for each use."
 )
-SPECIAL.update(backward=_backward, grad=_grad)
+SPECIAL.update(backward=_backward, grad=lambda func, args, kwargs: _grad(*args, **kwargs))
 
 
 # Hooks on parameters, and on backward of modules: each runs on one worker, and must leave Python's

@@ -25,7 +25,7 @@ def _apply(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind, *given = args
     if not are_subclasses_asked():  # inside a call of a network, or an operation
         return original(*args, **kwargs)
-    if any(map(_is_value, (*given, *kwargs.values()))):
+    if any(map(is_value, (*given, *kwargs.values()))):
         if kind.__module__ == "torch.utils.checkpoint":
             raise ConfigurationError(_CHECKPOINT)
 
@@ -35,12 +35,13 @@ def _apply(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run.__name__ = kind.__name__
         return operate(run, given, kwargs)
     found: Any = original(*args, **kwargs)
-    if any(map(_is_value, pytree.tree_leaves(found))):
+    if any(map(is_value, pytree.tree_leaves(found))):
         raise ConfigurationError(_CHECKPOINT if "checkpoint" in kind.__module__ else _HIDDEN)
     return found
 
 
-def _is_value(leaf: Any) -> bool:
+def is_value(leaf: Any) -> bool:
+    """Whether it is a value of the loop, or answers as one."""
     return isinstance(leaf, LoopValue) or hasattr(type(leaf), "as_loop_value")
 
 

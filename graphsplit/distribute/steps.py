@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from graphsplit.distribute.entries import Entries
-from graphsplit.distribute.functions import watch_functions
+from graphsplit.distribute.functions import is_value, watch_functions
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import (
     OptimizerState,
@@ -31,7 +31,6 @@ from graphsplit.distribute.states import (
     show_here,
     state_of,
 )
-from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.child_process import is_child
@@ -58,15 +57,11 @@ def install(network: nn.Module, loop: Loop) -> None:
     _networks[network] = loop
     watch_data()
     watch_functions()
-    fuse_layers_of(_is_value)
+    fuse_layers_of(is_value)
     if before_step not in OWN_HOOKS:
         OWN_HOOKS.extend((before_step, after_step))
         register_optimizer_step_pre_hook(before_step)
         register_optimizer_step_post_hook(after_step)
-
-
-def _is_value(argument: Any) -> bool:
-    return isinstance(argument, LoopValue) or hasattr(type(argument), "as_loop_value")
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
