@@ -42,6 +42,7 @@ from graphsplit.transport.session import TICK_S, AbortWatch
 from graphsplit.transport.wait import Wait
 
 Key = tuple[int, int]
+ReadUntil = Callable[[Callable[[], bool], Callable[[], None]], bool]
 _MAX_EARLY = 1 << 17
 
 
@@ -93,6 +94,19 @@ class CreditedSender(Sender):
         """Told that the receiver has taken so many more messages."""
 
 
+def leave_reading(is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
+    """Read what a peer says on this thread, where that is possible, until a wait is over.
+
+    Args:
+        is_over: Whether it is, or nothing more will come.
+        look: Called by another thread now and then; ends the reading if it raises.
+
+    Returns:
+        False if this thread has to wait for the one that reads: here, always.
+    """
+    return False
+
+
 _S = TypeVar("_S", bound=CreditedSender)
 
 
@@ -104,8 +118,8 @@ class OutgoingChannels(Generic[_S]):
         broken: Why nothing more can be sent, or None.
     """
 
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
+    def __init__(self, peer: int, read_until: ReadUntil = leave_reading) -> None:
+        self.peer, self._read_until = peer, read_until
         self.broken: str | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -151,7 +165,7 @@ class OutgoingChannels(Generic[_S]):
         wait = Wait(watch.policy, peer=self.peer, what=what)
         while not sender.has_room():
             wait.check()
-            if not self.read_until(sender.has_room, wait.check):
+            if not self._read_until(sender.has_room, wait.check):
                 self._sleep(sender)
         if self.broken is not None:
             wait.check()
@@ -166,10 +180,6 @@ class OutgoingChannels(Generic[_S]):
             if not sender.has_room():
                 self._changed.wait(TICK_S)
             self._num_waiting -= 1
-
-    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """Read what the peer says on this thread; see ``IncomingChannels.read_until``."""
-        return False
 
     def granted(self, plan: int, edge: int, messages: int) -> None:
         """Take credit from the receiver of a channel, which may not be open here yet.
@@ -352,8 +362,8 @@ class IncomingChannels(Generic[_R]):
         broken: Why nothing more will come, or None.
     """
 
-    def __init__(self, source: int) -> None:
-        self.source = source
+    def __init__(self, source: int, read_until: ReadUntil = leave_reading) -> None:
+        self.source, self.read_until = source, read_until
         self.broken: Exception | None = None
         self._lock = threading.RLock()  # a signal handler may notify while its thread holds it
         self._receivers: dict[Key, _R] = {}
@@ -365,18 +375,6 @@ class IncomingChannels(Generic[_R]):
     def memory_for(self, receiver: _R, frame: Frame) -> torch.Tensor | None:
         """Memory for a value: fresh, unless the channel lends."""
         return frame.empty_payload(self._pool if receiver.spec.lends else None)
-
-    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """Read what the peer says on this thread, where that is possible, until a wait is over.
-
-        Args:
-            is_over: Whether it is, or nothing more will come.
-            look: Called by another thread now and then; ends the reading if it raises.
-
-        Returns:
-            False if this thread has to wait for the one that reads.
-        """
-        return False
 
     @abstractmethod
     def grant(self, spec: ChannelSpec, messages: int) -> None:

@@ -107,8 +107,8 @@ def test_a_hello_without_a_bell_or_with_a_bad_one_is_refused(
         assert b"sealed against shrinking" in knock(second, encode_hello(HELLO), fd)
 
 
-def channel(plan: int, edge: int, size_bytes: int) -> bytes:
-    return struct.pack("<4sqqQ", b"GSC1", plan, edge, size_bytes)
+def channel(plan: int, edge: int) -> bytes:
+    return struct.pack("<4sqq", b"GSC1", plan, edge)
 
 
 @pytest.mark.parametrize("fault", ["too small", "too large", "not sealed", "a pipe"])
@@ -125,13 +125,13 @@ def test_memory_that_could_fault_is_refused(
         os.ftruncate(fd, size)
     else:
         _, fd = create_region("channel", size + (64 if fault == "too large" else -64))
-    socket.send_fds(stranger, [channel(0, 0, size)], [fd])
+    socket.send_fds(stranger, [channel(0, 0)], [fd])
     os.close(fd)
     with pytest.raises(TransportError, match=r"expected .* got"):
         victim.open_receiver(spec_of())
 
 
-@pytest.mark.parametrize("packet", [b"noise", channel(0, 0, 64)])
+@pytest.mark.parametrize("packet", [b"noise", channel(0, 0)])
 def test_breaking_the_protocol_ends_the_link(
     victim: SharedMemoryTransport, stranger: socket.socket, packet: bytes
 ) -> None:

@@ -5,7 +5,7 @@ One connection per (source, destination), made by the source; packets keep their
     source                                      destination
     HELLO job, generation, ranks, token, bell ->
                                               <- WELCOME bell        (or REFUSED reason)
-    CHANNEL plan, edge, size, memory ->
+    CHANNEL plan, edge, memory ->
 
 Values never pass here. The names are abstract, so no file remains; a connection that closes says
 that its process ended, however it ended.
@@ -31,7 +31,7 @@ from graphsplit.transport.shm.doorbell import Doorbell, adopt_bell, create_bell
 from graphsplit.transport.wait import Wait
 
 _HELLO = struct.Struct("<4sqii32s")
-_CHANNEL = struct.Struct("<4sqqQ")
+_CHANNEL = struct.Struct("<4sqq")
 _HELLO_MAGIC, _WELCOME, _REFUSED, _CHANNEL_MAGIC = b"GSH1", b"GSW1", b"GSR1", b"GSC1"
 _PACKET_BYTES = 4096
 _BACKLOG = 4096
@@ -174,9 +174,9 @@ class Links:
         self._soon(lambda: self._register(link, self._read_reply))
         return link
 
-    def announce(self, link: Link, plan: int, edge: int, size_bytes: int, fd: int) -> None:
+    def announce(self, link: Link, plan: int, edge: int, fd: int) -> None:
         """Hand the memory of a channel to the destination, which may not be reading yet."""
-        packet = _CHANNEL.pack(_CHANNEL_MAGIC, plan, edge, size_bytes)
+        packet = _CHANNEL.pack(_CHANNEL_MAGIC, plan, edge)
         wait = Wait(self.watch.policy, peer=link.peer, what=f"opening edge {edge} of plan {plan}")
         poll = select.poll()
         poll.register(link.connection, select.POLLOUT)
@@ -347,7 +347,7 @@ class Links:
     def _read_channel(self, link: Link) -> None:
         packet, fds = self._packet(link)
         if link.broken is None and len(packet) == _CHANNEL.size and len(fds) == 1:
-            magic, plan, edge, _ = _CHANNEL.unpack(packet)
+            magic, plan, edge = _CHANNEL.unpack(packet)
             with self._changed:
                 if magic == _CHANNEL_MAGIC and plan in self._closed_plans:
                     os.close(fds.pop())

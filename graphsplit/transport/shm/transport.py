@@ -352,11 +352,10 @@ class SharedMemoryTransport(Transport):
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
         link = self._links.outbound(spec.destination)
-        size_bytes = channel_bytes(spec)
-        region, fd = create_region(f"graphsplit-{spec.plan}-{spec.edge}", size_bytes)
+        region, fd = create_region(f"graphsplit-{spec.plan}-{spec.edge}", channel_bytes(spec))
         try:
             sender = _ShmSender(spec, region, link, self._links)
-            self._links.announce(link, spec.plan, spec.edge, size_bytes, fd)
+            self._links.announce(link, spec.plan, spec.edge, fd)
         finally:
             os.close(fd)
         self._ends[spec.plan, spec.edge, True] = sender

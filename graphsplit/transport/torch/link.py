@@ -98,12 +98,8 @@ class _Outgoing(OutgoingChannels[CreditedSender]):
     """The channels to the peer."""
 
     def __init__(self, peer: int, writer: Writer, turns: Turns) -> None:
-        super().__init__(peer)
-        self._writer, self._turns = writer, turns
-
-    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """See ``IncomingChannels.read_until``."""
-        return self._turns.read_until(is_over, look)
+        super().__init__(peer, turns.read_until)
+        self._writer = writer
 
     def want(self, spec: ChannelSpec) -> None:
         """See ``OutgoingChannels.want``. That the link broke is told by ``broken``."""
@@ -120,13 +116,9 @@ class _Incoming(IncomingChannels[CreditedReceiver]):
     """The channels from the peer."""
 
     def __init__(self, source: int, writer: Writer, turns: Turns) -> None:
-        super().__init__(source)
+        super().__init__(source, turns.read_until)
         self._writer, self._turns = writer, turns
         self._largest = 0
-
-    def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """See ``IncomingChannels.read_until``."""
-        return self._turns.read_until(is_over, look)
 
     def notify(self) -> None:
         """See ``IncomingChannels.notify``."""

@@ -55,7 +55,7 @@ class Turns:
         self._is_called = threading.Event()  # the thread is to read, or to end
 
     def read_until(self, is_over: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """See ``IncomingChannels.read_until``."""
+        """See ``credit.leave_reading``."""
         if not self._turn.acquire(blocking=False):
             self._asked = is_over
             return False
