@@ -10,11 +10,9 @@ Who does not take what he is told loses it: neither side may ever wait for the o
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from graphsplit.encoding import records
 
@@ -113,9 +111,8 @@ class Line:
 
     def send(self, note: Note) -> None:
         """Tell the other side, if it still listens."""
-        text = json.dumps({"kind": type(note).__name__, **records.to_node(note)})
         with contextlib.suppress(OSError):
-            self._link.send(text.encode())
+            self._link.send(records.to_tagged(note).encode())
 
     def read(self) -> Iterator[Note]:
         """The notes that were told and not read yet. Anything that is no note is left out."""
@@ -124,7 +121,7 @@ class Line:
                 data = self._link.recv(_MAX_BYTES)
             except OSError:
                 return
-            note = _parse(data)
+            note = records.from_tagged(_KINDS, data)
             if note is not None:
                 yield note
 
@@ -136,11 +133,3 @@ class Line:
 def cut(text: str) -> str:
     """A text that fits into a note."""
     return text[:_MAX_CHARS]
-
-
-def _parse(data: bytes) -> Note | None:
-    try:
-        parts: dict[str, Any] = json.loads(data)
-        return records.from_node(_KINDS[parts.pop("kind")], parts)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None

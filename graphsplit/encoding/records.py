@@ -82,6 +82,20 @@ def from_text(kind: type[_T], text: str | bytes, *, what: str = "it") -> _T:
     return from_node(kind, loads(text, what=what), what=what)
 
 
+def to_tagged(value: Any) -> str:
+    """A value as one line, which names its class as well."""
+    return dumps({"kind": type(value).__name__, **to_node(value)})
+
+
+def from_tagged(kinds: Mapping[str, type[_T]], text: str | bytes) -> _T | None:
+    """The value of one of several dataclasses, by their names; None where it is none."""
+    try:
+        parts = loads(text, what="a line")
+        return from_node(kinds[parts.pop("kind")], parts)
+    except (MessageError, KeyError, AttributeError, TypeError):
+        return None
+
+
 def dumps(node: Any) -> str:
     """JSON as one line."""
     return json.dumps(node, separators=(",", ":"))

@@ -221,18 +221,12 @@ _KINDS: dict[str, type[Any]] = {one.__name__: one for one in get_args(Frame)}
 
 def written(frame: Frame) -> bytes:
     """A frame as one line."""
-    node = {"kind": type(frame).__name__, **records.to_node(frame)}
-    return records.dumps(node).encode() + b"\n"
+    return records.to_tagged(frame).encode() + b"\n"
 
 
 def read(line: bytes) -> Frame | None:
     """The frame of one line; None where it is none: what a login shell has printed, say."""
-    try:
-        parts = records.loads(line, what="a line")
-        frame: Frame = records.from_node(_KINDS[parts.pop("kind")], parts)
-    except (MessageError, KeyError, AttributeError, TypeError):
-        return None
-    return frame
+    return records.from_tagged(_KINDS, line)
 
 
 class Cutter:
