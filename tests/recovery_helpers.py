@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from collected import leave_out_what_is_there
-from simulated.captures import keeps_tensors, plain_attributes
+from simulated.captures import is_of_one_network, keeps_tensors, plain_attributes
 from simulated.memory import MemoryFabric, MemoryTransport
 from simulated.simulate import moved_to
 
@@ -550,7 +550,8 @@ class _Captures:
         graph = _capture_graph(task, mode, signature, lift=lift, answers=answers)
         if graph.asks or answers:  # of one worker alone: each has its answers
             return graph
-        if not lift and not is_marked and not keeps_tensors(graph.state):  # of its network alone
+        is_own = keeps_tensors(graph.state) or is_of_one_network(graph)
+        if not lift and not is_marked and not is_own:
             self._graphs[key] = graph
         return graph
 

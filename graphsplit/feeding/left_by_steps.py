@@ -40,7 +40,7 @@ def note_left(planned: ReadyPlan, rank: int) -> list[Any]:
     """The values that the calls of one worker may change, as they are before a step."""
     return [
         freeze(holder.entries()) if holder.is_value else state_of_generator(holder.generator)
-        for holder in planned.left_by_calls.get(rank, ())
+        for holder in planned.left_by_calls.get(rank, {}).values()
     ]
 
 
@@ -55,12 +55,14 @@ def share_left(group: WorkerGroup, planned: ReadyPlan, before: Sequence[Any]) ->
     for rank, holders in sorted(planned.left_by_calls.items()):
         news = None
         if rank == group.rank:
-            news = [list(_news(*pair)) for pair in zip(holders, before, strict=True)]
+            pairs = zip(holders.items(), before, strict=True)
+            all_news = [[key, [*_news(holder, was)]] for (key, holder), was in pairs]
+            news = [one for one in all_news if one[1]]
         what = "what code kept whole has left in Python"
         told = group.share_value(news, source=rank, what=what)
         if rank != group.rank:
-            for holder, changed in zip(holders, told, strict=True):
-                _take(holder, changed)
+            for key, changed in told:
+                _take(holders[key], changed)
 
 
 def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
@@ -81,8 +83,6 @@ def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
 
 
 def _take(holder: Holder, news: Sequence[Sequence[Any]]) -> None:
-    if not news:
-        return
     if holder.is_generator:
         put_generator(holder.generator, news[0][1])
         return

@@ -435,7 +435,7 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p, plan) is not None)
-        writes, left = written_inputs(plan), left_by_calls(plan)
+        writes, left = written_inputs(plan), left_by_calls(plan, self._task.ways)
         consumers = consumers_of(plan, are_all=self._job.goes_on)
         return ReadyPlan(plan, programs, runner, consumers, waiting, numbers, writes, left)
 

@@ -81,27 +81,28 @@ class PythonValues:
     Attributes:
         built: What they lead to, as the script has built it: before callbacks and data sets changed
             any. Of a place that is read later, this counts as what was there first.
+        losses: Those that the script has given, by number.
     """
 
     def __init__(self, recordings: Recordings, task: Task) -> None:
         self._recordings = recordings
         self._task = task
         self._known: dict[Any, _Known] = {}
-        self._losses: dict[int, Any] = {0: task.loss_fn}
+        self.losses: dict[int, Any] = {0: task.loss_fn}
         self._num_losses = 1
         self.built: PlainContents | None = None
 
     def note_loss(self) -> None:
         """Note the loss that the script has given."""
-        if not any(loss is self._task.loss_fn for loss in self._losses.values()):
-            self._losses[self._num_losses] = self._task.loss_fn
+        if not any(loss is self._task.loss_fn for loss in self.losses.values()):
+            self.losses[self._num_losses] = self._task.loss_fn
             self._num_losses += 1
-            if len(self._losses) > _MAX_LOSSES:
-                del self._losses[next(iter(self._losses))]
+            if len(self.losses) > _MAX_LOSSES:
+                del self.losses[next(iter(self.losses))]
 
     def note(self) -> None:
         """Note all places that are watched by now."""
-        numbers = {id(loss): number for number, loss in self._losses.items()}
+        numbers = {id(loss): number for number, loss in self.losses.items()}
         new: list[Any] = []
         for place, value, loss_fn, is_whole in self._recordings.places():
             known = self._known.get(place.identity)
@@ -175,7 +176,7 @@ class PythonValues:
         Their names may be those of others. A worker keeps them by itself: whoever comes back has
         none of these modules, and is told of another value where one hangs again.
         """
-        roots = (self._task.network, *self._losses.values())
+        roots = (self._task.network, *self.losses.values())
         modules = (m for root in roots if isinstance(root, nn.Module) for m in root.modules())
         there = {id(vars(module)) for module in modules}
         return {
@@ -257,7 +258,7 @@ class PythonValues:
     def note_put(self, labels: Iterable[str]) -> None:
         """Values were loaded there: a worker that comes back has others."""
         self.note_loss()
-        number = next(n for n, loss in self._losses.items() if loss is self._task.loss_fn)
+        number = next(n for n, loss in self.losses.items() if loss is self._task.loss_fn)
         for label in labels:
             place = self._named(label, number)
             if place is not None:
@@ -280,7 +281,7 @@ class PythonValues:
 
     def _named(self, label: str, loss: int) -> Place | None:
         """The place that a worker which comes back finds by its name."""
-        roots = dict(zip(_ROOTS, (self._task.network, self._losses.get(loss)), strict=True))
+        roots = dict(zip(_ROOTS, (self._task.network, self.losses.get(loss)), strict=True))
         return place_named(label, roots)
 
 

@@ -28,7 +28,8 @@ class ReadyPlan:
         numbers: Numbers made of the batch's sizes, where the plan holds for several.
         written_inputs: Flattened inputs that it writes to, each with the workers that have the
             outcome.
-        left_by_calls: Python state that calls kept whole were seen to change, by their worker.
+        left_by_calls: Python state that calls kept whole were seen to change, by their worker and
+            by what all workers call it.
         wants_costs: Whether it would be lowered otherwise if costs were measured.
         part: Which part of a step it runs.
         mode: What it was recorded for: train, eval or predict.
@@ -43,7 +44,7 @@ class ReadyPlan:
     woken_by_values: frozenset[int]
     numbers: Mapping[str, Any] = field(default_factory=dict)
     written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    left_by_calls: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
+    left_by_calls: Mapping[int, Mapping[Any, Holder]] = field(default_factory=dict)
     wants_costs: bool = False
     part: StepPart = WHOLE_STEP
     mode: Mode = Mode.TRAIN

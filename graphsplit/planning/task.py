@@ -11,6 +11,7 @@ from torch import nn
 
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import LOSS_PATH, Mode
+from graphsplit.capture.reach.ways import Ways
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import ConfigurationError
 from graphsplit.marks.annotations import Annotation, annotations_of
@@ -47,6 +48,7 @@ class Task(UpdateRules):
             everything, or of the modules with these paths.
         keep_outputs: Whether training steps hand out what the network returned.
         reading: Whether replicas read their own rows of a batch where that is safe, or all of it.
+        ways: The ways to Python state from network and loss, where workers may come back.
     """
 
     network: nn.Module
@@ -62,6 +64,7 @@ class Task(UpdateRules):
     recompute: bool | tuple[str, ...] = False
     keep_outputs: bool = False
     reading: ReadBy = "rows"
+    ways: Ways | None = None
 
     @property
     def num_kept(self) -> int:

@@ -79,6 +79,7 @@ class ModelBefore:
         attributes: Plain attributes of the network and its loss that are other than before the
             first call, while nothing tells which are read; None later.
         contents: What other objects, containers and closures hold that these lead to, until then.
+        left: What code kept whole can change.
     """
 
     share: ModelSnapshot
@@ -90,6 +91,7 @@ class ModelBefore:
     python_values: tuple[Values, Numbers]
     changed: Changed
     resumption: Resumption | None
+    left: dict[str, Any]
     left_out: tuple[torch.Tensor, ...] = ()
     attributes: dict[str, Any] | None = None
     contents: PlainContents | None = None
@@ -109,6 +111,7 @@ class ModelBefore:
             share.engine.planner.python_values.now(),
             changed,
             share.states.resumption,
+            share.left.kept((share.engine.planner,), share.engine.group().rank),
             tuple(share.left_out()),
             *((None, None) if share.is_settled else (share.states.python.saved(), share.built())),
         )
@@ -132,6 +135,7 @@ class ModelBefore:
             self.contents.put_back()
             self.share.states.python.put(self.attributes)
         self.share.engine.planner.python_values.put(*self.python_values)
+        self.share.left.put_back([self.left])
         self.share.change_again(self.changed)
         for tensor in self.left_out:
             if isinstance(tensor, Elsewhere):

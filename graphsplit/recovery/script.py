@@ -379,6 +379,7 @@ class RecoveringScript(Script):
         """
         self._job.member.position.hold()
         for share in self._shares:
+            share.left.leave(share.engine.planner, self._job.rank)
             share.engine.planner.start_over()
         gc.collect()
 

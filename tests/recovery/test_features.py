@@ -37,11 +37,14 @@ ON_DISK = (
     "buffers_of_other_forms",
     "built_later",
     "callback_that_keeps_what_lives_here",
+    "counted_by_code_kept_whole",
+    "drawn_by_code_kept_whole",
     "generators_of_loaders",
     "kept_whole_with_memory",
     "loss_and_optimizer_given_anew",
     "numbers_of_python_and_numpy",
     "python_values",
+    "remembered_by_a_loss",
     "replicas",
     "replicas_in_pairs",
     "replicas_that_exchange_once_in_a_step",
@@ -288,51 +291,60 @@ def test_what_no_snapshot_can_hold_is_named_after_the_first_step():
         ThreadCluster(script, 2, SnapshotSettings(every=100)).run()
 
 
-COUNTS = [0.0]
-OWN = torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("name", ["drawn_by_code_kept_whole", "remembered_by_a_loss"])
+@pytest.mark.parametrize("rank", range(NUM_WORKERS))
+def test_what_code_kept_whole_leaves_survives_a_loss_in_any_step(name: str, rank: int):
+    """The next worker is lost before there is another snapshot, and the first step counts too."""
+    expected = undisturbed(FEATURES[name])
+    for at, later in ((5, 12), (40, 14)):
+        kills = {rank: [at], (rank + 1) % NUM_WORKERS: [at + later, 20]}
+        cluster = ThreadCluster(
+            lambda _: FEATURES[name](), NUM_WORKERS, SnapshotSettings(every=3), kills
+        )
+        for found in cluster.run():
+            assert difference(expected, found) is None
+        assert cluster.num_killed == 3
+
+
+class Finished:
+    """An object that code makes."""
 
 
 class Remembers(nn.Module):
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.where, self.counts, self.last = where, [0.0], (0.0,)
+        self.where, self.made, self.by_object = where, None, {Finished(): 0}
+        self.items = iter(range(9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.where == "a global":
-            COUNTS[0] += 1
-        elif self.where == "a list":
-            self.counts[0] += 1
-        elif self.where == "a tuple":
-            self.last = (self.last[0] + 1,)
+        if self.where == "an object":
+            self.made = self.made or Finished()
+        elif self.where == "a key":
+            self.by_object[Finished()] = 1
+        elif self.where == "a generator":
+            self.made = self.made or torch.Generator()
         return x * 1.5 if x.sum() > 0 else x * 0.5
-
-
-class Draws(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand((), generator=OWN)
 
 
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        ("a generator", "can draw from OWN"),
-        ("a global", "changes COUNTS"),
-        ("a list", "changes Remembers.counts"),
-        ("a tuple", "changes an attribute of Remembers"),
+        ("an object", r"changes an attribute of Remembers.*\(it holds a Finished\)"),
+        ("a key", r"changes Remembers\.by_object.*\(under a key of Finished\)"),
+        ("a generator", r"changes an attribute of Remembers.*\(it holds a Generator\)"),
     ],
 )
-def test_what_code_kept_whole_leaves_beside_snapshots_is_refused(where: str, told: str):
+def test_what_code_kept_whole_leaves_and_nothing_can_write_is_refused(where: str, told: str):
     def script(rank: int) -> None:
         torch.manual_seed(0)
-        middle = gs.opaque(Draws()) if where == "a generator" else Remembers(where)
-        net = nn.Sequential(nn.Linear(4, 4), middle)
+        net = nn.Sequential(nn.Linear(4, 4), Remembers(where))
         net[0].place("MS_WORKER", 0)
         net[1].place("MS_WORKER", 1)
         model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
         for _ in range(4):
             model.train_step(torch.randn(2, 4), torch.randn(2, 4))
 
-    with pytest.raises((StateError, JobFailedError), match=rf"{told}, which no snapshot can hold"):
+    with pytest.raises((StateError, JobFailedError), match=told):
         ThreadCluster(script, 2, SnapshotSettings(every=100)).run()
 
 

@@ -74,14 +74,18 @@ class Holder:
         """Whether it holds Python values that may decide: no tensor, nothing of a generator."""
         return self.decides and not self.is_tensor and not self.is_generator
 
+    @property
+    def can_hold_again(self) -> bool:
+        """Whether contents of another time can be put there: not into iterators, large arrays."""
+        return isinstance(self.held(), (dict, tuple, list, frozenset, ByValue))
+
     def entries(self) -> dict[Any, Any]:
         """Its present contents by their keys; what has none of its own is under ""."""
-        held = self.held()
-        if isinstance(held, dict):
-            return held
-        if isinstance(held, tuple):  # of a cell or a global
-            return {"": held[0]}
-        return {"": held.kept if isinstance(held, ByValue) else held}
+        return _entries_of(self.held())
+
+    def noted_entries(self) -> dict[Any, Any]:
+        """The contents that were noted."""
+        return _entries_of(self._noted)
 
     def items(self) -> list[Any]:
         """All that it holds."""
@@ -118,6 +122,14 @@ class ByValue:
 
     content: Any
     kept: Any = field(compare=False)
+
+
+def _entries_of(held: Any) -> dict[Any, Any]:
+    if isinstance(held, dict):
+        return held
+    if isinstance(held, tuple):  # of a cell or a global
+        return {"": held[0]}
+    return {"": held.kept if isinstance(held, ByValue) else held}
 
 
 def _is_same(one: Any, other: Any) -> bool:

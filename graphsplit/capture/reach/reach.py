@@ -48,7 +48,7 @@ _ATOMS = (type(None), *BY_VALUE)
 _OF_LIBRARIES = (types.SimpleNamespace, torch.quasirandom.SobolEngine)
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BACKWARD = ("backward", "vjp")
-_MISSING: Any = object()
+NOTHING: Any = object()  # in an empty cell, or a global that was deleted
 _ALL = slice(None)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _MAX_COPIED = 1 << 24
@@ -160,21 +160,25 @@ class Walk:
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if is_of_library(function.__module__):
-            # Of a library: only what the user has handed it.
+            # Of a library: only what the user has handed it; what records him leads to all he has.
+            records = function.__module__.startswith("graphsplit.guards.")
             cells: Iterable[Any] = function.__closure__ or ()
             for cell in cells:
-                self._push(cell, function.__qualname__)
+                if not records or isinstance(_content_of(cell), types.FunctionType):
+                    self._push(cell, function.__qualname__)
             return
         for value in function.__defaults__ or ():
             self._push(value, f"a default of {function.__qualname__}")
         for value in (function.__kwdefaults__ or {}).values():
             self._push(value, f"a default of {function.__qualname__}")
         code = function.__code__
+        names = names_in(code)
         for cell, cell_name in zip(function.__closure__ or (), code.co_freevars, strict=False):
             self._push(cell, cell_name)
+            if isinstance(module := _content_of(cell), types.ModuleType):
+                self._visit_module(module, names[1])
         # An empty dictionary may get entries.
         self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
-        names = names_in(code)
         if not _HOOKING.isdisjoint(names[1]):  # what it registers runs in backward
             self._in_backward.append(function)
         self._visit_names(function.__globals__, *names)
@@ -195,7 +199,7 @@ class Walk:
 
     def _hold_global(self, held: dict[str, Any], name: str) -> None:
         def write(noted: tuple[Any]) -> None:
-            if noted[0] is _MISSING:
+            if noted[0] is NOTHING:
                 held.pop(name, None)
             else:
                 held[name] = noted[0]
@@ -204,7 +208,7 @@ class Walk:
         decides = not isinstance(held.get(name), _CODE)
         key = ("global", id(held), name)
         self._found.append(
-            Holder(key, label, lambda: (held.get(name, _MISSING),), write, decides=decides)
+            Holder(key, label, lambda: (held.get(name, NOTHING),), write, decides=decides)
         )
 
     def _visit_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
@@ -218,20 +222,16 @@ class Walk:
 
     def _visit_cell(self, cell: types.CellType, name: str) -> None:
         def read() -> Any:
-            try:
-                return (cell.cell_contents, None)
-            except ValueError:
-                return (_MISSING, None)
+            return (_content_of(cell), None)
 
         def write(noted: tuple[Any, None]) -> None:
-            if noted[0] is _MISSING:
+            if noted[0] is NOTHING:
                 del cell.cell_contents
             else:
                 cell.cell_contents = noted[0]
 
         self._hold(cell, name, read, write)
-        content = read()[0]
-        if content is not _MISSING:
+        if (content := _content_of(cell)) is not NOTHING:
             self._push(content, name)
 
     def _visit_class(self, kind: type) -> None:
@@ -245,7 +245,7 @@ class Walk:
             for name in read().keys() - noted.keys():
                 delattr(kind, name)
             for name, value in noted.items():
-                if vars(kind).get(name, _MISSING) is not value:
+                if vars(kind).get(name, NOTHING) is not value:
                     setattr(kind, name, value)
 
         self._hold(kind, f"class {kind.__qualname__}", read, write)
@@ -359,7 +359,7 @@ class Walk:
             self._hold(
                 value,
                 f"an attribute of {type(value).__name__}",
-                lambda: {slot: getattr(value, slot, _MISSING) for slot in slots},
+                lambda: {slot: getattr(value, slot, NOTHING) for slot in slots},
                 lambda noted: _set_slots(value, noted),
             )
             for slot in slots:
@@ -397,6 +397,13 @@ def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     generator.set_state(state)
 
 
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NOTHING
+
+
 def _content(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.numpy().tobytes()
@@ -412,7 +419,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _set_slots(value: Any, noted: dict[str, Any]) -> None:
     for slot, held in noted.items():
-        if held is not _MISSING:
+        if held is not NOTHING:
             object.__setattr__(value, slot, held)
         elif hasattr(value, slot):
             object.__delattr__(value, slot)

@@ -9,12 +9,13 @@ here; what changes only later is refused when it does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from graphsplit.capture.operations.opaque_call import ONE_STATE, OpaqueCall
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.state import Reached
+from graphsplit.capture.reach.ways import Ways
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import PartitionPlan
 
@@ -67,11 +68,12 @@ def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
     ]
 
 
-def left_by_calls(plan: PartitionPlan) -> dict[int, tuple[Holder, ...]]:
+def left_by_calls(plan: PartitionPlan, ways: Ways | None = None) -> dict[int, Mapping[Any, Holder]]:
     """The Python state that calls kept whole were seen to change, by the worker that runs them.
 
     And what holds it: the script may put another list there. And all generators of the script's own
-    that they can draw from.
+    that they can draw from. By numbers; or by ways, where one worker has made its plan earlier than
+    another: then all workers that run such calls are named, and all ways are known.
     """
     found: dict[int, dict[Any, Holder]] = {}
     for position, call in opaque_calls(plan):
@@ -85,7 +87,10 @@ def left_by_calls(plan: PartitionPlan) -> dict[int, tuple[Holder, ...]]:
             of_worker.update((key, one) for key, one in holders if key in waiting and one.is_value)
             more = {key for key, one in holders if not waiting.isdisjoint(map(id, one.items()))}
             waiting = more - of_worker.keys()
-    return {rank: tuple(holders.values()) for rank, holders in found.items() if holders}
+    if ways is not None:
+        ranks = {plan.placed.workers[position] for position, _ in opaque_calls(plan)}
+        return {rank: ways.named(found.get(rank, {}).keys()) for rank in ranks}
+    return {rank: dict(enumerate(of.values())) for rank, of in found.items() if of}
 
 
 def _shared(plan: PartitionPlan, first: int, one: Reached, second: int, two: Reached) -> Set[Any]:

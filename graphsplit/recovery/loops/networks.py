@@ -28,6 +28,7 @@ from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.plain_attributes import Scalars
 from graphsplit.planning.task import named_state
+from graphsplit.recovery.snapshot.left import LeftInPython
 from graphsplit.recovery.snapshot.optimizers import (
     members_of,
     put_entries,
@@ -35,7 +36,6 @@ from graphsplit.recovery.snapshot.optimizers import (
     settings_of,
 )
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.recovery.snapshot.unkept import UnkeptState
 from graphsplit.torch_ext.attributes import is_waiting, note_stepped
 
 Tensors = dict[str, torch.Tensor]
@@ -53,7 +53,11 @@ class LoopNetworks:
         self._number = len(loop.networks)
         # As the script builds them, which a new process does as well.
         self._scalars = [Scalars(net.modules) for _, net in self._all()]
-        self._unkept = [UnkeptState(one.task) for _, net in self._all() if (one := behind(net))]
+        machineries = [one for _, net in self._all() if (one := behind(net)) is not None]
+        self._left = [LeftInPython(one.task) for one in machineries]
+        for one in machineries:
+            for planner in one.planners():
+                planner.task.ways = one.task.ways
         self._memories = [OpaqueMemory(partial(dict, network=net)) for _, net in self._all()]
 
     def _all(self) -> Iterator[tuple[int, nn.Module]]:
@@ -83,15 +87,13 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        parts = zip(self._all(), self._memories, self._scalars, self._unkept, strict=True)
-        for (index, network), memory, scalars, unkept in parts:
+        parts = zip(self._all(), self._memories, self._scalars, self._left, strict=True)
+        for (index, network), memory, scalars, left in parts:
             if is_deferred(network):
                 continue  # not used yet
             path = f"net{index}"
             machinery = behind(network)
             assert machinery is not None
-            for planner in machinery.planners():
-                unkept.refuse(planner)
             values = {
                 "owners": machinery.owners(),
                 "trained": [p.requires_grad for p in network.parameters()],
@@ -100,6 +102,7 @@ class LoopNetworks:
                 "attributes": machinery.python_values(),
                 "forms": kept_forms(machinery.task),
                 "whole": memory.kept(is_all=True),
+                "left": left.kept(machinery.planners(), self._loop.rank)["values"],
                 "extra": extra_states(network),
             }
             named = named_state(network, None).items()
@@ -135,6 +138,7 @@ class LoopNetworks:
             register_again(network, values["attributes"])
             machinery.put_python_values(values["attributes"])
             self._memories[at].put_back(values["whole"], is_own=True)
+            self._left[at].put_back([{"values": values["left"], "here": ()}])
             for parameter, is_trained in zip(network.parameters(), values["trained"], strict=True):
                 parameter.requires_grad_(is_trained)
             for module, mode in zip(network.modules(), values["modes"], strict=True):

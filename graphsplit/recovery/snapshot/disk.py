@@ -31,6 +31,7 @@ from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
 from graphsplit.job.group import read_message
+from graphsplit.recovery.snapshot.left import LEFT
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.security.private_files import open_to_read, replace_file
 
@@ -258,7 +259,7 @@ def told_sections(contents: CheckpointContents, rank: int, loader_rank: int) -> 
     def counts(section: str) -> bool:
         if section == "optimizers":
             return True
-        if section.startswith((WHOLE, KEPT)) or by_worker.saver_of(section) is not None:
+        if section.startswith((WHOLE, KEPT, LEFT)) or by_worker.saver_of(section) is not None:
             return True  # every worker has its own
         return rank == (loader_rank if section == "loader" else 0)
 

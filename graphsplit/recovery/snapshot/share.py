@@ -35,6 +35,7 @@ from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
+from graphsplit.recovery.snapshot.left import LEFT, LeftInPython, sections_of
 from graphsplit.recovery.snapshot.optimizers import (
     members_named,
     members_of,
@@ -44,7 +45,6 @@ from graphsplit.recovery.snapshot.optimizers import (
 )
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.recovery.snapshot.tables import Given, are_same, tables_of
-from graphsplit.recovery.snapshot.unkept import UnkeptState
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
@@ -104,7 +104,7 @@ class ModelSnapshot:
         self._is_checked = False
         self._encoder = Encoder()
         self._scalars = Scalars(self._objects)
-        self._unkept = UnkeptState(task)
+        self.left = LeftInPython(task, engine.planner.python_values.losses)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
         self._num_left_out = Elsewhere.num_left_out
@@ -162,6 +162,7 @@ class ModelSnapshot:
 
     def built(self) -> PlainContents:
         """The plain values that network and loss lead to, as the script has built them."""
+        self.left.look()
         found = PlainContents((self.task.network, self.task.loss_fn))
         self.engine.planner.python_values.built = found
         return found
@@ -173,6 +174,8 @@ class ModelSnapshot:
             ConfigurationError: An optimizer that it had taken away: snapshots since then lack its
                 state.
         """
+        if self.left.has_run:
+            self.left.look()
         now, before = self.task.optimizers, self._optimizers
         self._optimizers = now
         self._taken_away += [one for one in before if one not in now]
@@ -264,7 +267,7 @@ class ModelSnapshot:
             StateError: Something cannot be kept; names it.
         """
         task, rank = self.task, self._rank
-        self._unkept.refuse(self.engine.planner)
+        left = self.left.kept((self.engine.planner,), rank)
         self._follow()
         if not self.is_settled:
             self.engine.settle_now()
@@ -286,6 +289,7 @@ class ModelSnapshot:
         contents.add_section("forms", kept_forms(task))
         contents.add_section("scalars", self._scalars.changed())
         contents.add_section("attributes", self.engine.planner.python_values.kept())
+        contents.add_section(f"{LEFT}{rank}", left)
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
         for section, value in self.states.sections(process).items():
@@ -418,6 +422,7 @@ class ModelSnapshot:
         """Which parameters are trained, and what Python code keeps in attributes."""
         self._scalars.put(sections.get("scalars", {}))
         self.engine.planner.python_values.put_back(sections["attributes"])
+        self.left.put_back(sections_of(sections))
         put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
 
     def _put_optimizers(
