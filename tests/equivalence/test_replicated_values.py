@@ -9,6 +9,7 @@ import torch
 from equivalence_helpers import batches_of
 from replica_helpers import Net, planned, same_over_two, whole
 from simulated.simulate import Captures
+from torch.nn.utils import prune
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError
@@ -51,6 +52,44 @@ def test_what_every_worker_leaves_by_itself(make: Any, order: str) -> None:
     else:
         found = [(net["rows"], net["shapes"]) for net in left]
         assert found == [(8, {"x": [8, 6, 6]})] * 2  # it was evaluated last
+
+
+class Normed(Net):
+    """A weight that is computed before each call, and left where a parameter was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.weight_norm(self.body[0])
+
+
+class Pruned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.body[0], "weight", amount=0.3)
+        prune.random_unstructured(self.head, "bias", amount=0.3)
+
+
+class Beside(Net):
+    """Leaves a tensor, with its history, that the same call reads elsewhere."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        self.body.size = hidden.pow(2).mean()
+        return self.head(hidden) * (1 + self.body.size)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("make", [Normed, Pruned, Beside])
+def test_tensors_that_forward_leaves_and_nobody_reads_later(make: Any, order: str) -> None:
+    same_over_two(
+        make,
+        batches_of(10, 6, 6, num=2),  # microbatches of two sizes
+        steps=3,
+        microbatches=4,
+        gradient_order=order,
+        captures=Captures(),
+    )
 
 
 class Counts(Net):

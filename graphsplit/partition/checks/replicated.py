@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
+
 from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.operations.opaque_call import opaque_call
@@ -81,12 +83,13 @@ def _sources(replicas: Mapping[str, Annotation]) -> str:
 def _left_again(changes: Iterable[Change], start: int) -> Iterator[str]:
     """The values that forward leaves in Python, and that replicas would have to take turns for.
 
-    Every worker leaves plain values by itself. The first microbatch may leave what the others find,
+    Every worker leaves plain values by itself, and for tensors a stand-in: one that the next
+    microbatch reads is a buffer of the graph. The first microbatch may leave what the others find,
     for it runs before them; were each to find what the one before left, none could run beside it.
     """
     for change in changes:
         is_kept = change.place.kind not in _OF_TENSORS and (
-            isinstance(change.new, Computed) or is_plain(change.new)
+            isinstance(change.new, (Computed, torch.Tensor)) or is_plain(change.new)
         )
         if not is_kept or (change.is_read and start):
             yield f"forward leaves {change.told()}, one microbatch after the other"
