@@ -294,7 +294,7 @@ class Entries(defaultdict[Any, Any]):
             )
         self._note(parameter, key, value)
         inner, loop = value.detach(), self._loop
-        make_copies([(value, f"optimizer.state[p][{key!r}]")], lambda _: lambda: loop.num_writes)
+        make_copies([(value, f"optimizer.state[p][{key!r}]")], lambda _: lambda: loop.steps.count)
         here = self._is_here(parameter)
         return self._value(parameter, key, inner if here else shape_of(inner)), inner
 
@@ -312,7 +312,7 @@ class Entries(defaultdict[Any, Any]):
             "optimizer.state",
             value.held,
             lambda t: storage_of(t) == memory,
-            lambda: loop.num_writes,
+            lambda: loop.steps.count,
         )
         loop.twins.add(inner, twin)
         return shown, inner

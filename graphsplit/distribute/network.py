@@ -158,6 +158,7 @@ class Distributed:
         self._loop = Loop.of(job)
         self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
+        self._ids: frozenset[int] = frozenset()  # of its parameters and buffers
         self._index = len(self._loop.networks)
         self._loop.networks.append(weakref.ref(task.network))
         forget = weakref.finalize(task.network, self._loop.forget, str(id(self)))
@@ -224,7 +225,8 @@ class Distributed:
             if others:
                 tensors = self._tensors()
                 make_copies(others, lambda name: mark_of(tensors[name], self._loop))
-            self._loop.num_calls += self.task.network.training
+            if self.task.network.training:
+                self._loop.calls.note(self._ids)
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             found = call.outputs(together(inputs), self._loop)
             if self._loop.left.values:
@@ -261,7 +263,7 @@ class Distributed:
         """Load what this worker owns."""
         check_current(state)
         found = self._within("load_state_dict", self.calls.load_network, state, options)
-        self._loop.num_writes += 1
+        self._loop.loads.note(map(id, self._tensors().values()))
         return found
 
     def _within(self, name: str, run: Any, *args: Any) -> Any:
@@ -281,6 +283,7 @@ class Distributed:
 
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         job, network = self._job, self.task.network
+        self._ids = frozenset(map(id, tensors.values()))
         residence = Residence(owned_state(tensors), owners, job.rank, job.num_workers)
         self._loop.settle(str(id(self)), residence)
         by_id = residence.owner_by_id()

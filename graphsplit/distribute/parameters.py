@@ -112,7 +112,7 @@ def mark_of(tensor: Any, loop: Loop) -> Callable[[], Any]:
         loop: The workers.
     """
     is_stepped = tensor is None or tensor.requires_grad
-    is_called = not isinstance(tensor, nn.Parameter)
+    is_called, ids = not isinstance(tensor, nn.Parameter), frozenset([id(tensor)])
 
     def mark() -> Any:
         known = in_loop(tensor)
@@ -120,8 +120,9 @@ def mark_of(tensor: Any, loop: Loop) -> Callable[[], Any]:
         with DisableTorchFunctionSubclass():
             is_counted = counted is not None and not counted.is_inference()
             writes = writes_of(counted) if is_counted else None
-        steps, calls = loop.num_writes * is_stepped, loop.num_calls * is_called
-        return known is None, writes, steps, calls
+        steps = loop.steps.latest(ids) * is_stepped
+        calls = loop.calls.latest(ids, is_sure=False) * is_called
+        return known is None, writes, steps, calls, loop.loads.latest(ids)
 
     return mark
 
@@ -257,7 +258,7 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
         if known.loop.rank == known.owner:
             func(parameter, given)
     known.loop.num_changes += 1
-    known.loop.num_writes += 1
+    known.loop.steps.note([id(parameter)])
     _note_copied("data", value, parameter, known)
 
 

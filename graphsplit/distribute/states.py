@@ -12,7 +12,7 @@ from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.entries import Entries
-from graphsplit.distribute.parameters import in_loop, mark_of
+from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop
@@ -119,9 +119,9 @@ class OptimizerState:
 
     def _put_back(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         optimizer.state = self._own
-        loop = Loop.of(self._job)
+        steps, ids = Loop.of(self._job).steps, frozenset(map(id, parameters_of(optimizer)))
         for entries in state["state"].values():
-            as_copies(entries, lambda name: mark_of(None, loop))
+            as_copies(entries, lambda name: lambda: steps.latest(ids))
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[Any]:

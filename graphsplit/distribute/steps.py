@@ -42,8 +42,9 @@ from graphsplit.torch_ext.data_attribute import watch_data
 from graphsplit.torch_ext.eager_mode import fuse_layers_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
-# With the contexts of the step, the inner one first.
-_under_way: list[tuple[torch.optim.Optimizer, Loop, tuple[AbstractContextManager[Any], ...]]] = []
+# With its parameters, and the contexts of the step, the inner one first.
+_Contexts = tuple[AbstractContextManager[Any], ...]
+_under_way: list[tuple[torch.optim.Optimizer, Loop, list[torch.Tensor], _Contexts]] = []
 _networks: weakref.WeakKeyDictionary[nn.Module, Loop] = weakref.WeakKeyDictionary()
 
 
@@ -71,7 +72,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         ConfigurationError: It cannot be stepped worker by worker.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_stepping = any(one is optimizer for one, _, _ in _under_way) or is_child()
+    is_stepping = any(one is optimizer for one, *_ in _under_way) or is_child()
     loop = _loop_of(parameters)
     has_closure = any(a is not None for a in args[1:]) or kwargs.get("closure") is not None
     if loop is None and has_closure and not is_stepping:  # the closure may make the first call
@@ -98,7 +99,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     stepping.__enter__()
     plain = DisableTorchFunctionSubclass()
     plain.__enter__()
-    _under_way.append((optimizer, loop, (plain, stepping)))
+    _under_way.append((optimizer, loop, parameters, (plain, stepping)))
 
 
 def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
@@ -124,11 +125,11 @@ def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The hook after it."""
     if _under_way and _under_way[-1][0] is optimizer:
-        _, loop, contexts = _under_way.pop()
+        _, loop, parameters, contexts = _under_way.pop()
         for context in contexts:
             context.__exit__(None, None, None)
         loop.num_changes += 1
-        loop.num_writes += 1
+        loop.steps.note(None if loop.is_in_backward else map(id, parameters))
         hide_others(optimizer, loop)
 
 

@@ -196,6 +196,13 @@ def look_at_buffer(trained: Trained) -> None:
     kept["norm.running_mean"].norm()
 
 
+def look_at_frozen(trained: Trained) -> None:
+    trained.net.second.weight.requires_grad_(False)
+    kept = trained.net.state_dict()
+    trained.net.load_state_dict({name: value + 1 for name, value in kept.items()})
+    kept["second.weight"].norm()
+
+
 def load_part_of_kept(trained: Trained) -> None:
     kept = trained.net.state_dict()
     trained.step()
@@ -216,7 +223,10 @@ def look_at_moment(trained: Trained) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [load_kept, mix_with_kept, look_at_kept, look_after_write, look_at_buffer, look_at_moment],
+    [
+        *(load_kept, mix_with_kept, look_at_kept, look_after_write, look_at_buffer),
+        *(look_at_frozen, look_at_moment),
+    ],
 )
 def test_a_kept_state_that_would_have_moved_on_is_refused(script: Callable[[Trained], Any]) -> None:
     told = raised(script, OwnershipError)
@@ -349,6 +359,23 @@ def kept_rightly(trained: Trained) -> Any:
 def test_states_that_are_copied_saved_or_looked_at_in_time_are_those_of_one_process() -> None:
     expected = kept_rightly(Trained(plain))
     for found in on_workers(lambda trained: copy.deepcopy(kept_rightly(trained))):
+        assert is_same(found, expected)
+
+
+def in_turn(distribute: Callable[[Any], Any]) -> list[Any]:
+    """Networks that are trained one after the other, whose states are kept, as folds' are."""
+    folds = []
+    for _ in range(3):
+        trained = Trained(distribute)
+        kept = trained.net.state_dict()
+        trained.net.load_state_dict({name: value * 0.5 for name, value in kept.items()})
+        folds.append([dict(trained.net.state_dict()), trained.optimizer.state_dict()["state"]])
+    return copy.deepcopy(folds)
+
+
+def test_a_kept_state_stays_while_other_networks_are_trained() -> None:
+    expected = in_turn(plain)
+    for found in ThreadCluster(lambda rank: in_turn(gs.distribute), 2, is_recoverable=False).run():
         assert is_same(found, expected)
 
 

@@ -16,6 +16,7 @@ from graphsplit.cluster.wire.messages import ASKING, END_OF_SCRIPT
 from graphsplit.distribute.workers.here import WITHOUT_PLACE, FromOutside, Here
 from graphsplit.distribute.workers.left_values import LeftValues
 from graphsplit.distribute.workers.twins import Twins
+from graphsplit.distribute.workers.writes import CountedWrites
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
@@ -46,8 +47,9 @@ class Loop:
         group: All workers.
         num_changes: Grows whenever values were written to by more than operations of the script, as
             gradients are by a backward; on all workers alike.
-        num_writes: Grows whenever parameters were written to by a step, or by a loaded state.
-        num_calls: How many calls of networks may have written to buffers.
+        steps: Writes to parameters by steps, or where ``.data`` was set.
+        loads: Loaded states.
+        calls: Calls of networks, which may write to buffers.
         residences: Where the tensors of each distributed network live, under a name of its own.
         here: Those that live on this worker, under the same name.
         singles: Those of one element among these.
@@ -66,7 +68,8 @@ class Loop:
     def __init__(self, job: Job) -> None:
         self.job, self.rank = job, job.rank
         self.group: WorkerGroup = job.control
-        self.num_changes = self.num_writes = self.num_calls = 0
+        self.num_changes = 0
+        self.steps, self.loads, self.calls = CountedWrites(), CountedWrites(), CountedWrites()
         self.residences: dict[str, Residence] = {}
         self.here: dict[str, list[torch.Tensor]] = {}
         self.singles: dict[str, list[torch.Tensor]] = {}
