@@ -47,7 +47,7 @@ class Classifier(lightning.LightningModule):
         scores = self.net(x)
         self.accuracy(scores, y)
         self.log("val_loss", nn.functional.cross_entropy(scores, y))
-        self.log("val_accuracy", self.accuracy)
+        self.log("val_accuracy", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
         """AdamW, on a schedule by steps."""

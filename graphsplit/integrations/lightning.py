@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torchmetrics import Metric
 
 from graphsplit.collectives.calls import broadcast_object
 from graphsplit.feeding.loader_checks import refuse_shares
@@ -59,7 +61,7 @@ class GraphsplitStrategy(SingleDeviceStrategy):
         if "log" not in vars(module):
             log = module.log
             module.log = lambda name, value, *args, **kwargs: log(
-                name, told(value), *args, **kwargs
+                name, _told(value), *args, **kwargs
             )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -143,6 +145,22 @@ class GraphsplitStrategy(SingleDeviceStrategy):
             for name, child in module.named_children()
             if next(child.parameters(), None) is not None
         ]
+
+
+def _told(value: Any) -> Any:
+    """Let all workers know a value that is logged: the progress bar of worker 0 looks at it."""
+    if isinstance(value, Metric):
+        value._forward_cache = told(value._forward_cache)
+        compute: Any = value.compute
+        if not isinstance(compute, partial):
+            metric: Any = value
+            metric.compute = partial(_computed, compute)
+        return value
+    return told(value)
+
+
+def _computed(compute: Callable[[], Any]) -> Any:
+    return told(compute())
 
 
 @contextmanager

@@ -136,7 +136,8 @@ def mixed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         yield loss.item()
     net.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        yield net(torch.randn(6, 8)).argmax(1)
+        scores = net(torch.randn(6, 8))
+        yield scores.argmax(1), scores.to("cpu") + 1  # the second is the first itself
     net.train()
     net(torch.randn(6, 8)).sum().backward()
     yield from (p.grad for p in net.parameters())

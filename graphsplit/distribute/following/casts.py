@@ -105,12 +105,16 @@ def follow_casts(
     def shape(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if id(leaf) in given:  # an operand itself, as of ``to`` the dtype that it has
+            return given[id(leaf)]
         return _to_shape(mode, leaf) if leaf.requires_grad else shape_of(leaf)
 
-    args, kwargs = together([fake(leaf) for leaf in leaves])
+    fakes = [fake(leaf) for leaf in leaves]
+    given = {id(one): leaf for one, leaf in zip(fakes, leaves, strict=True)}
+    args, kwargs = together(fakes)
     result = func(*args, **kwargs)
     made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if any(base_of(one) is not one for one in made):
+    if any(base_of(one) is not one and id(one) not in given for one in made):
         return None  # a view is cast by nobody, and shares memory with its base
     return pytree.tree_map(shape, result)
 
