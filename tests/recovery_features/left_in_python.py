@@ -154,3 +154,26 @@ def changed_between_steps_for_code_kept_whole(place: bool = True) -> Any:
         rows = slice(3 * step, 3 * step + 3)
         losses.append(model.train_step(x[rows], y[rows]))
     return losses, all_of(model)
+
+
+class Centring(nn.Module):
+    """A loss that writes to a buffer, and keeps a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+        self.seen: list[float] = []
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(outputs - self.centre, target)
+        self.centre.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+        self.seen.append(loss.item())
+        return loss * (1 + 0.1 * sum(self.seen[-3:]))
+
+
+@feature
+def remembered_by_a_loss_that_writes_to_a_buffer(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net, loss = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)), Centring()
+    put(net, "0", "1", "2", place=place)
+    return trained(gs.Model(net, loss, adam(net))), loss.seen

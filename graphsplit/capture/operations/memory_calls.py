@@ -203,7 +203,7 @@ class WriteToCopy(MemoryCall):
         is_random: bool,
     ) -> None:
         super().__init__(f"write_to_copy[{target}]", is_random=is_random)
-        self._target = target
+        self.target = target
         self._args = args
         self._kwargs = kwargs
         self._views = views
@@ -221,10 +221,10 @@ class WriteToCopy(MemoryCall):
 
         args, kwargs = filled(self._args, fill), filled(self._kwargs, fill)
         if self._region == ORDINARY:
-            results = self._target(*args, **kwargs)
+            results = self.target(*args, **kwargs)
         else:
             with in_region(self._region, grad_enabled=torch.is_grad_enabled()):
-                results = self._target(*args, **kwargs)
+                results = self.target(*args, **kwargs)
         results = results if isinstance(results, (tuple, list)) else (results,)
         found = (*(results[index] for index in self._kept), *copies)
         return found[0] if len(found) == 1 else found

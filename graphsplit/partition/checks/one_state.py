@@ -58,14 +58,19 @@ def shared_elsewhere(
             yield mine.holders[key], source
 
 
-def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
-    """The calls kept whole, each with its position."""
+def opaque_calls(plan: PartitionPlan, *, on_copies: bool = False) -> list[tuple[int, OpaqueCall]]:
+    """The calls kept whole, each with its position.
+
+    Args:
+        plan: The plan.
+        on_copies: Whether to count those that run on copies of the buffers that they write to.
+    """
     graph = plan.placed.graph
-    return [
-        (graph.positions[node.name], node.target)
+    calls = (
+        (node, getattr(node.target, "target", node.target) if on_copies else node.target)
         for node in graph.fx_graph.nodes
-        if isinstance(node.target, OpaqueCall)
-    ]
+    )
+    return [(graph.positions[node.name], one) for node, one in calls if isinstance(one, OpaqueCall)]
 
 
 def left_by_calls(plan: PartitionPlan, ways: Ways | None = None) -> dict[int, Mapping[Any, Holder]]:
@@ -76,7 +81,7 @@ def left_by_calls(plan: PartitionPlan, ways: Ways | None = None) -> dict[int, Ma
     another: then all workers that run such calls are named, and all ways are known.
     """
     found: dict[int, dict[Any, Holder]] = {}
-    for position, call in opaque_calls(plan):
+    for position, call in opaque_calls(plan, on_copies=True):
         generators = call.reached.own_generators()
         if generators:
             found.setdefault(plan.placed.workers[position], {}).update(generators)
@@ -88,7 +93,9 @@ def left_by_calls(plan: PartitionPlan, ways: Ways | None = None) -> dict[int, Ma
             more = {key for key, one in holders if not waiting.isdisjoint(map(id, one.items()))}
             waiting = more - of_worker.keys()
     if ways is not None:
-        ranks = {plan.placed.workers[position] for position, _ in opaque_calls(plan)}
+        ranks = {
+            plan.placed.workers[position] for position, _ in opaque_calls(plan, on_copies=True)
+        }
         return {rank: ways.named(found.get(rank, {}).keys()) for rank in ranks}
     return {rank: dict(enumerate(of.values())) for rank, of in found.items() if of}
 

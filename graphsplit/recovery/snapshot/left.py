@@ -134,7 +134,8 @@ class LeftInPython:
 
     def _note(self, plan: PartitionPlan, rank: int) -> None:
         inside, workers = _inside_marked(self._roots().values()), plan.placed.workers
-        found = [(workers[at], call, one) for at, call in opaque_calls(plan) for one in _of(call)]
+        calls = opaque_calls(plan, on_copies=True)
+        found = [(workers[at], call, one) for at, call in calls for one in _of(call)]
         found = [one for one in found if one[2].key not in inside]
         for worker, call, holder in found:
             way = self._ways.way_of.get(holder.key)
