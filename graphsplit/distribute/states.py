@@ -119,7 +119,7 @@ class OptimizerState:
 
     def _put_back(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         optimizer.state = self._own
-        steps, ids = Loop.of(self._job).steps, frozenset(map(id, parameters_of(optimizer)))
+        steps, ids = Loop.of(self._job).steps, frozenset([id(optimizer)])
         for entries in state["state"].values():
             as_copies(entries, lambda name: lambda: steps.latest(ids))
 

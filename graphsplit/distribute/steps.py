@@ -129,7 +129,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         for context in contexts:
             context.__exit__(None, None, None)
         loop.num_changes += 1
-        loop.steps.note(None if loop.is_in_backward else map(id, parameters))
+        loop.steps.note(None if loop.is_in_backward else map(id, (optimizer, *parameters)))
         hide_others(optimizer, loop)
 
 

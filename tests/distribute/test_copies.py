@@ -370,6 +370,10 @@ def in_turn(distribute: Callable[[Any], Any]) -> list[Any]:
         kept = trained.net.state_dict()
         trained.net.load_state_dict({name: value * 0.5 for name, value in kept.items()})
         folds.append([dict(trained.net.state_dict()), trained.optimizer.state_dict()["state"]])
+    moments = trained.optimizer.state_dict()["state"]
+    trained.optimizer = torch.optim.SGD(trained.net.parameters(), lr=0.1)
+    trained.step()  # changes the network, and not what the first optimizer has kept
+    folds[-1] = [trained.net.state_dict(), moments]
     return copy.deepcopy(folds)
 
 

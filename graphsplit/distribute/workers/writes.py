@@ -23,7 +23,8 @@ class CountedWrites:
         """Count one.
 
         Args:
-            ids: The ids of the tensors that it may have written to; None: of all.
+            ids: The ids of the tensors, and of the optimizer, that it may have written to; None:
+                of all.
         """
         self.count += 1
         if ids is None or len(self._latest) >= _MOST:
@@ -32,7 +33,7 @@ class CountedWrites:
             self._latest[frozenset(ids)] = self.count
 
     def latest(self, ids: frozenset[int], *, is_sure: bool = True) -> int:
-        """The number of the latest one to any of some tensors.
+        """The number of the latest one to any of some tensors or optimizers.
 
         Args:
             ids: Their ids.
