@@ -2,6 +2,7 @@
 
 * Python values that calls kept whole leave. A counter in a loss that asks for values, the best loss
   so far, a list of losses: the script finds them after the step, and so does code of another mode.
+  Tensors, too, which the script reads; one with a history says where it is.
   Where generators stand that they draw from: the script may draw from them, too.
 * Inputs that forward or the loss writes to. In one process there is one batch, and what was written
   stays in it: for the metrics, for the next epoch over the same tensors, for the script.
@@ -14,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
+from graphsplit.feeding.left_values import UNTOLD, learned, told
 from graphsplit.guards.values import MISSING, freeze, put_into, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
@@ -33,66 +35,101 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.tensor_meta import plain_meta, share_elements
-from graphsplit.torch_ext.attributes import storage_of
+from graphsplit.torch_ext.attributes import storage_of, writes_of
 
 
-def note_left(planned: ReadyPlan, rank: int) -> list[Any]:
+def note_left(planned: ReadyPlan, rank: int) -> dict[str, Any]:
     """The values that the calls of one worker may change, as they are before a step."""
-    return [
-        freeze(holder.entries()) if holder.is_value else state_of_generator(holder.generator)
-        for holder in planned.left_by_calls.get(rank, {}).values()
-    ]
+    holders = planned.left_by_calls.get(rank, {})
+    apart = {one.key for one in holders.values()}
+    return {name: _noted(one, apart) for name, one in holders.items()}
 
 
-def share_left(group: WorkerGroup, planned: ReadyPlan, before: Sequence[Any]) -> None:
+def _noted(holder: Holder, apart: Container[int]) -> Any:
+    if holder.tensor is not None:
+        return holder.held()  # how often it was written to
+    if holder.generator is not None:
+        return state_of_generator(holder.generator)
+    entries = holder.entries()
+    plain = {k: v for k, v in entries.items() if type(v) is torch.Tensor and id(v) not in apart}
+    return freeze(entries, apart=apart), {key: writes_of(value) for key, value in plain.items()}
+
+
+def share_left(group: WorkerGroup, planned: ReadyPlan, before: Mapping[str, Any]) -> None:
     """Give all workers what calls have changed. All call it, after the step.
 
     Args:
         group: All workers.
         planned: What has run.
         before: What ``note_left`` gave on this worker.
+
+    Raises:
+        ConfigurationError: What has changed is not there on this worker.
     """
+    what = "what code kept whole has left in Python"
     for rank, holders in sorted(planned.left_by_calls.items()):
         news = None
         if rank == group.rank:
-            pairs = zip(holders.items(), before, strict=True)
-            all_news = [[key, [*_news(holder, was)]] for (key, holder), was in pairs]
-            news = [one for one in all_news if one[1]]
-        what = "what code kept whole has left in Python"
-        told = group.share_value(news, source=rank, what=what)
+            found = {name: list(_news(holders[name], was)) for name, was in before.items()}
+            news = {name: changed for name, changed in found.items() if changed}
+        came = group.share_value(news, source=rank, what=what)
         if rank != group.rank:
-            for key, changed in told:
-                _take(holders[key], changed)
+            for name, changed in came.items():
+                try:
+                    holder = holders[name]
+                except KeyError:
+                    raise ConfigurationError(
+                        f"code kept whole on {group.name(rank)} has changed {name}, which it does "
+                        f"not lead to on {group.name(group.rank)}\n"
+                        f"  Fix: give the code the same objects on all workers."
+                    ) from None
+                _take(holder, changed, group.name(rank))
 
 
 def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
-    """Entries that are new, each with its key, and keys of those that are gone."""
+    """Entries that are new, each with its key and whether it was written to; keys of those gone."""
     if holder.is_generator:
         state = state_of_generator(holder.generator)
         if not is_same(before, state):
             yield ["", state]
         return
-    old, now = dict(zip(before.keys, before.items, strict=True)), holder.entries()
+    if holder.tensor is not None:
+        sent = told(holder.tensor.detach())
+        if holder.held() != before and sent is not UNTOLD:
+            yield ["", sent, True]
+        return
+    held, writes = before
+    old, now = dict(zip(held.keys, held.items, strict=True)), holder.entries()
     for key, value in now.items():
         is_new = key not in old or not same(old[key], value)
-        if is_new and can_be_written(key) and can_be_written(value):
-            yield [key, value]
+        if can_be_written(key) and (is_new or (key in writes and writes[key] != writes_of(value))):
+            sent = told(value)
+            if sent is not UNTOLD:
+                yield [key, sent, not is_new]
     for key in old.keys() - now.keys():
         if can_be_written(key):
             yield [key]
 
 
-def _take(holder: Holder, news: Sequence[Sequence[Any]]) -> None:
+def _take(holder: Holder, news: Sequence[Sequence[Any]], home: str) -> None:
     if holder.is_generator:
         put_generator(holder.generator, news[0][1])
         return
-    entries = holder.entries()
+    entries = {"": holder.tensor} if holder.tensor is not None else holder.entries()
     for key, *value in news:
         if value:
-            entries[key] = put_into(freeze(value[0]), entries.get(key, MISSING))
+            there = entries.get(key, MISSING)
+            where = f"{holder.name}, on {home}"
+            new = learned(value[0], there, where)
+            if value[1] and type(there) is torch.Tensor:  # it was written to
+                with torch.no_grad():
+                    there.copy_(new)
+            elif new is not MISSING and holder.tensor is None:
+                entries[key] = put_into(freeze(new), there)
         else:
             entries.pop(key, None)
-    holder.hold_entries(entries)
+    if holder.tensor is None:
+        holder.hold_entries(entries)
 
 
 def share_written(

@@ -14,7 +14,7 @@ import ctypes
 import enum
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, ValuesView
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +91,16 @@ def item_of(frozen: Frozen, key: Any) -> Any:
     return frozen.items[key] if is_there else MISSING
 
 
-def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
-    """The snapshot of a value; the value itself where it is no container."""
-    if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or id(value) in _inside:
+def freeze(value: Any, _inside: tuple[int, ...] = (), apart: Container[int] = frozenset()) -> Any:
+    """The snapshot of a value; the value itself where it is no container.
+
+    Args:
+        value: The value.
+        apart: Containers that count by themselves, by number (``id``): they are not looked into.
+    """
+    if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size):
+        return value
+    if id(value) in _inside or id(value) in apart:
         return value
     if isinstance(value, BUFFERS):
         return Frozen(value, content=_content(value))
@@ -102,7 +109,9 @@ def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
     pairs = tuple(_pairs_of(value)) if is_mapping(value) else ()
     items = tuple([item for _, item in pairs]) if is_mapping(value) else tuple(items_of(value))
     return Frozen(
-        value, tuple([freeze(item, inside) for item in items]), tuple([key for key, _ in pairs])
+        value,
+        tuple([freeze(item, inside, apart) for item in items]),
+        tuple([key for key, _ in pairs]),
     )
 
 

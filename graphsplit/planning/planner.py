@@ -435,8 +435,8 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p, plan) is not None)
-        writes, left = written_inputs(plan), left_by_calls(plan, self._task.ways)
-        consumers = consumers_of(plan, are_all=self._job.goes_on)
+        left = left_by_calls(plan, {*map(id, self.tensors().values())}, self._task.ways)
+        consumers, writes = consumers_of(plan, are_all=self._job.goes_on), written_inputs(plan)
         return ReadyPlan(plan, programs, runner, consumers, waiting, numbers, writes, left)
 
     def _runner(self, parts: RunnerParts) -> ProgramRunner:

@@ -28,8 +28,7 @@ class ReadyPlan:
         numbers: Numbers made of the batch's sizes, where the plan holds for several.
         written_inputs: Flattened inputs that it writes to, each with the workers that have the
             outcome.
-        left_by_calls: Python state that calls kept whole were seen to change, by their worker and
-            by what all workers call it.
+        left_by_calls: Python state that calls kept whole may change, by their worker and by name.
         wants_costs: Whether it would be lowered otherwise if costs were measured.
         part: Which part of a step it runs.
         mode: What it was recorded for: train, eval or predict.

@@ -177,7 +177,7 @@ class ClusterEngine(ClusterState):
             torch.default_generator.set_state(self.progress.rng_state(phase.start))
         if plan.mode is Mode.TRAIN and not phase.start and not self.progress.keeps_gradients:
             self.zero_gradients()
-        before = note_left(plan, self._job.rank) if plan.left_by_calls else []
+        before = note_left(plan, self._job.rank) if plan.left_by_calls else {}
         plan.runner.run_forward(step, phase.inputs, plan.numbers)
         if plan.left_by_calls:
             share_left(control, plan, before)
@@ -368,7 +368,7 @@ class ClusterEngine(ClusterState):
         is_watched = plan.wants_costs or (profiler.is_on and is_trained)
         if is_watched:
             profiler.begin(plan, step)
-        before = note_left(plan, self._job.rank) if plan.left_by_calls else []
+        before = note_left(plan, self._job.rank) if plan.left_by_calls else {}
         run = partial(
             plan.runner.run,
             step,

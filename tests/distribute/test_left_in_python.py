@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from recovery_helpers import threads_as_workers
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.errors import OwnershipError
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -102,3 +106,177 @@ def test_generators_that_code_of_a_model_draws_from(draws: Callable[[], Draw]) -
         yield net.state_dict() if model is None else model.state_dict()
 
     assert_same_bits(loop, 2)
+
+
+class Late(nn.Module):
+    """Changes what it holds from its third call on only, or where the script lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.starts, self.calls = False, 0
+        self.counts: dict[str, Any] = {"n": 0, "nested": {"n": [0]}}
+        self.seen: list[Any] = []
+        self.bag, self.tail, self.table = {0}, deque([0], 3), np.zeros(3)
+        self.added = SimpleNamespace(n=0)
+        cell = 0
+
+        def count() -> int:
+            nonlocal cell
+            cell += 1
+            return cell
+
+        def told() -> int:
+            return cell
+
+        self.count, self.told = count, told
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.starts:
+            self.calls += 1
+            self.counts["n"] += 1
+            self.counts["nested"]["n"][0] += 2
+            self.counts[f"call {self.calls}"] = self.calls / 3
+            self.seen.append(self.calls)
+            self.bag.add(self.calls)
+            self.tail.append(self.calls)
+            self.table[self.calls % 3] += 0.5
+            self.added.n += 1
+            self.new = {"made": self.count()}
+            self.inner.scale = self.calls * 0.1
+        made: torch.Tensor = self.inner(values) * (1 + len(self.seen) * 0.1)
+        return made
+
+    def read(self) -> Any:
+        return (
+            *(self.calls, repr(self.counts), [*self.seen], sorted(self.bag), [*self.tail]),
+            *(self.table.tolist(), self.added.n, getattr(self, "new", None), self.told()),
+            getattr(self.inner, "scale", None),
+        )
+
+
+@pytest.mark.parametrize("is_rebound", [False, True])
+@pytest.mark.parametrize("ranks", [(0, 1, 0), (1, 0, 1)])
+def test_what_changes_first_in_a_later_call(ranks: tuple[int, ...], is_rebound: bool) -> None:
+    def loop(distribute: Distribute, _: Any) -> Iterator[Any]:
+        late = Late()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(late), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        net = distribute(net)
+        for step in range(5):
+            late.starts = step in (2, 3)
+            if is_rebound and step == 2:
+                late.seen, late.counts["nested"] = [7], {"n": [1]}
+            optimizer.zero_grad()
+            loss = net(torch.randn(5, 6)).square().mean()
+            yield late.read()
+            (loss * (1 + late.calls)).backward()
+            optimizer.step()
+        yield late.read(), net.state_dict()
+
+    assert_same_bits(loop, 2)
+
+
+def split(inputs: torch.Tensor, targets: torch.Tensor, number: int) -> Any:
+    return zip(inputs.tensor_split(number), targets.tensor_split(number), strict=True)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_changes_first_in_a_later_step_of_a_model(microbatches: int) -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        late = Late()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(late))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        is_plain = distribute is plain
+        model = (
+            None if is_plain else gs.Model(net, nn.MSELoss(), optimizer, microbatches=microbatches)
+        )
+        inputs, targets = torch.ones(4, 6), torch.zeros(4, 4)
+        for step in range(5):
+            late.starts = step in (2, 3)
+            if model is None:
+                optimizer.zero_grad()
+                for one, target in split(inputs, targets, microbatches):
+                    (nn.functional.mse_loss(net(one), target) / microbatches).backward()
+                optimizer.step()
+            else:
+                model.train_step(inputs, targets)
+            yield late.read()
+        late.starts = True
+        if model is None:
+            with torch.no_grad():
+                yield net.eval()(inputs), late.read()
+        else:
+            yield model.predict(inputs), late.read()
+        yield net.state_dict() if model is None else model.state_dict()
+
+    assert_same_bits(loop, 2)
+
+
+class Stats(NamedTuple):
+    n: int
+    mean: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Count:
+    n: int = 0
+
+
+class Keeping(nn.Module):
+    """Keeps tensors and objects that each call makes anew, and tensors that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.stats, self.count = Stats(0, None), Count()
+        self.seen: list[torch.Tensor] = []
+        self.average, self.rebound = torch.zeros(4), torch.zeros(())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(values)
+        if not hasattr(self, "lazy"):
+            self.lazy = torch.zeros(())
+        self.lazy.add_(made.detach().sum())
+        self.average.mul_(0.9).add_(made.detach().mean(0))
+        self.rebound = 0.9 * self.rebound + made.detach().mean()
+        self.seen.append(made.detach().max())
+        self.stats = Stats(self.stats.n + 1, made.detach().min())
+        self.count = replace(self.count, n=self.count.n + 2)
+        self.aux = made.mean()
+        return made * (1 + self.average)
+
+    def read(self) -> Any:
+        assert self.stats.mean is not None
+        read = (self.lazy, self.average, self.rebound, *self.seen, self.stats.mean)
+        return [one.tolist() for one in read], self.stats.n, self.count.n
+
+
+def test_tensors_and_objects_that_calls_keep() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        keeping = Keeping()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(keeping))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        net = distribute(net)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            yield keeping.read()
+            with torch.no_grad():
+                yield net(torch.ones(2, 6)).sum().item(), keeping.read()
+        yield net.state_dict()
+
+    assert_same_bits(loop, 2)
+
+
+def test_a_tensor_with_a_history_is_not_read_elsewhere() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        keeping = Keeping()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(keeping))
+        placed(net, list(net), ranks)
+        distribute(net)(torch.randn(5, 6))
+        yield float(keeping.aux.detach())
+
+    with pytest.raises(OwnershipError, match="has a history"):
+        assert_same_bits(loop, 2)

@@ -197,13 +197,19 @@ def test_what_a_module_kept_whole_remembers_is_saved_by_the_worker_that_runs_it(
         run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
 
 
-def test_what_script_and_kept_whole_code_both_change_is_refused_by_name(tmp_path: Path):
+def test_what_script_and_kept_whole_code_both_change_must_be_alike(tmp_path: Path):
     cluster = SimulatedCluster(lambda: remembering(1), 2)
     states = states_of(cluster)
     for one in states:
         one.begin()
         one._task.network[1].calls = 5
     cluster.train_step(split_batch(BATCHES[0], has_loss_fn=True))
+    run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
+    run_all(states, lambda one: one.load(tmp_path, extra={}))
+    assert [one._task.network[1].calls for one in states] == [6, 6]
+
+    for rank, one in enumerate(states):
+        one._task.network[1].calls = 7 + rank
     run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
     groups: list[Any] = [one._holder.group() for one in states]
     found = together(groups, lambda group: states[group.rank].load(tmp_path, extra={}))

@@ -25,7 +25,7 @@ class Holder:
         key: Equal for two holders of one state.
         name: What it is, for people.
         generator: The generator of random numbers that it is; else None.
-        is_tensor: Whether it is a tensor.
+        tensor: The tensor that it is; else None.
         decides: Whether what it holds may decide over values: no cache, and not the name of code.
         held: Gives its present contents, for ``hold``.
         hold: Lets it hold what it held once.
@@ -49,7 +49,7 @@ class Holder:
         self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
         self.generator = thing if isinstance(thing, GENERATORS) else None
-        self.is_tensor = isinstance(thing, torch.Tensor)
+        self.tensor = thing if isinstance(thing, torch.Tensor) else None
         self.decides = decides
         self._thing = thing  # held, so that nothing else gets its number
         self.held = read
@@ -68,6 +68,11 @@ class Holder:
     def is_generator(self) -> bool:
         """Whether it is a generator of random numbers."""
         return self.generator is not None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return self.tensor is not None
 
     @property
     def is_value(self) -> bool:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
-from graphsplit.capture.reach.reach import holders
+from graphsplit.capture.reach.reach import Walk
+from graphsplit.capture.reach.writes import may_write
 from graphsplit.guards.places import Place
 from graphsplit.torch_ext.private import disable_current_modes
 
@@ -30,6 +31,7 @@ class Reached:
         in_forward: Keys of what it can reach when it is called.
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
         read_outside: Places of it that code around it reads.
+        may_write: Whether it may change some of it, also where it was not seen to.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Reached:
         self.in_forward: frozenset[Any] = frozenset()
         self.in_backward: frozenset[Any] = frozenset()
         self.read_outside: tuple[Place, ...] = ()
+        self.may_write = False
 
     def look(
         self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
@@ -53,11 +56,15 @@ class Reached:
         """
         late: dict[Any, Holder] = {}
         with disable_current_modes():
-            now, code = holders(roots)
+            walk = Walk(())
+            now, code = walk.run(roots)
+            self.may_write |= may_write(walk.seen.values())
             code, followed = [*backward, *code], set()
             while code:
                 followed |= set(map(id, code))
-                found, more = holders(code, apart)
+                walk = Walk(apart)
+                found, more = walk.run(code)
+                self.may_write |= may_write(walk.seen.values())
                 late.update((holder.key, holder) for holder in found)
                 code = [function for function in more if id(function) not in followed]
         self.in_forward = frozenset(holder.key for holder in now)

@@ -9,7 +9,8 @@ here; what changes only later is refused when it does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
 from graphsplit.capture.operations.opaque_call import ONE_STATE, OpaqueCall
@@ -18,6 +19,9 @@ from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.reach.ways import Ways
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES
+
+_TABLES = tuple(f".{kind}" for kind in (*TABLES, *FORWARD_HOOKS, *BACKWARD_HOOKS))
 
 
 def refuse_shared_state(plan: PartitionPlan) -> None:
@@ -73,31 +77,46 @@ def opaque_calls(plan: PartitionPlan, *, on_copies: bool = False) -> list[tuple[
     return [(graph.positions[node.name], one) for node, one in calls if isinstance(one, OpaqueCall)]
 
 
-def left_by_calls(plan: PartitionPlan, ways: Ways | None = None) -> dict[int, Mapping[Any, Holder]]:
-    """The Python state that calls kept whole were seen to change, by the worker that runs them.
+def left_by_calls(
+    plan: PartitionPlan, owned: Set[Any], ways: Ways | None = None
+) -> dict[int, Mapping[str, Holder]]:
+    """The Python state that calls kept whole may change, by the worker that runs them, and by name.
 
-    And what holds it: the script may put another list there. And all generators of the script's own
-    that they can draw from. By numbers; or by ways, where one worker has made its plan earlier than
-    another: then all workers that run such calls are named, and all ways are known.
+    Where code has an operation that writes, this is all that it can reach: what it changes may
+    depend on the step. And all generators of the script's own that it can draw from.
+
+    Args:
+        plan: The plan.
+        owned: Tensors that have owners, by number (``id``): parameters and buffers.
+        ways: Names, where one worker has made its plan earlier than another: then all workers that
+            run such calls are named, and all ways are known.
     """
     found: dict[int, dict[Any, Holder]] = {}
     for position, call in opaque_calls(plan, on_copies=True):
-        generators = call.reached.own_generators()
-        if generators:
-            found.setdefault(plan.placed.workers[position], {}).update(generators)
-        waiting = set(call.reached.changed)
-        while waiting:
-            of_worker = found.setdefault(plan.placed.workers[position], {})
+        of_worker = found.setdefault(plan.placed.workers[position], {})
+        of_worker.update(call.reached.own_generators())
+        if call.reached.may_write or call.reached.changed:
             holders = call.reached.holders.items()
-            of_worker.update((key, one) for key, one in holders if key in waiting and one.is_value)
-            more = {key for key, one in holders if not waiting.isdisjoint(map(id, one.items()))}
-            waiting = more - of_worker.keys()
+            of_worker.update(
+                (key, one)
+                for key, one in holders
+                if one.is_value or (one.is_tensor and key not in owned)
+            )
     if ways is not None:
-        ranks = {
-            plan.placed.workers[position] for position, _ in opaque_calls(plan, on_copies=True)
-        }
-        return {rank: ways.named(found.get(rank, {}).keys()) for rank in ranks}
-    return {rank: dict(enumerate(of.values())) for rank, of in found.items() if of}
+        return {rank: ways.named(holders.keys()) for rank, holders in found.items()}
+    return {rank: _named(holders.values()) for rank, holders in found.items() if holders}
+
+
+def _named(holders: Collection[Holder]) -> dict[str, Holder]:
+    """Holders by names of their own, which workers whose like objects lead to them share."""
+    total, number = Counter(one.name for one in holders), Counter[str]()
+    found = {}
+    for one in holders:
+        if one.name.endswith(_TABLES):  # holds modules, tensors and hooks
+            continue
+        number[one.name] += 1
+        found[f"{one.name} ({number[one.name]} of {total[one.name]})"] = one
+    return found
 
 
 def _shared(plan: PartitionPlan, first: int, one: Reached, second: int, two: Reached) -> Set[Any]:
