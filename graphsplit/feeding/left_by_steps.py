@@ -25,8 +25,8 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.left_values import UNTOLD, learned, told
-from graphsplit.guards.values import MISSING, freeze, put_into, same
+from graphsplit.feeding.left_values import UNTOLD, Known, learned, told
+from graphsplit.guards.values import MISSING, Frozen, freeze, put_into, reference_of, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere, resize
@@ -41,18 +41,26 @@ from graphsplit.torch_ext.attributes import storage_of, writes_of
 def note_left(planned: ReadyPlan, rank: int) -> dict[str, Any]:
     """The values that the calls of one worker may change, as they are before a step."""
     holders = planned.left_by_calls.get(rank, {})
-    apart = {one.key for one in holders.values()}
-    return {name: _noted(one, apart) for name, one in holders.items()}
+    apart, known = {one.key for one in holders.values()}, Known(holders)
+    return {name: _noted(one, apart, known) for name, one in holders.items()}
 
 
-def _noted(holder: Holder, apart: Container[int]) -> Any:
+def _noted(holder: Holder, apart: Container[int], known: Known) -> Any:
     if holder.tensor is not None:
         return holder.held()  # how often it was written to
     if holder.generator is not None:
         return state_of_generator(holder.generator)
     entries = holder.entries()
     plain = {k: v for k, v in entries.items() if type(v) is torch.Tensor and id(v) not in apart}
-    return freeze(entries, apart=apart), {key: writes_of(value) for key, value in plain.items()}
+    held = freeze(entries, apart=apart)
+    made = _made(held, known)
+    return held, {key: writes_of(value) for key, value in plain.items()}, made
+
+
+def _made(held: Frozen, known: Known) -> dict[Any, Any]:
+    """The contents of entries with objects that code has made: no holder knows these."""
+    of_entries = zip(held.keys, held.items, strict=True)
+    return {key: freeze(told(reference_of(e), known)) for key, e in of_entries if known.is_made(e)}
 
 
 def share_left(group: WorkerGroup, planned: ReadyPlan, before: Mapping[str, Any]) -> None:
@@ -68,50 +76,50 @@ def share_left(group: WorkerGroup, planned: ReadyPlan, before: Mapping[str, Any]
     """
     what = "what code kept whole has left in Python"
     for rank, holders in sorted(planned.left_by_calls.items()):
-        news = None
+        news, home = None, group.name(rank)
+        known = Known(holders, home, group.name(group.rank))
         if rank == group.rank:
-            found = {name: list(_news(holders[name], was)) for name, was in before.items()}
+            found = {name: list(_news(holders[name], was, known)) for name, was in before.items()}
             news = {name: changed for name, changed in found.items() if changed}
         came = group.share_value(news, source=rank, what=what)
         if rank != group.rank:
             for name, changed in came.items():
-                try:
-                    holder = holders[name]
-                except KeyError:
-                    raise ConfigurationError(
-                        f"code kept whole on {group.name(rank)} has changed {name}, which it does "
-                        f"not lead to on {group.name(group.rank)}\n"
-                        f"  Fix: give the code the same objects on all workers."
-                    ) from None
-                _take(holder, changed, group.name(rank))
+                _take(known.holder(name), changed, home, known)
 
 
-def _news(holder: Holder, before: Any) -> Iterator[list[Any]]:
-    """Entries that are new, each with its key and whether it was written to; keys of those gone."""
+def _news(holder: Holder, before: Any, known: Known) -> Iterator[list[Any]]:
+    """Entries that are new, and keys of those gone.
+
+    Each entry with its key, whether it was written to, and whether it is the container of before.
+    """
     if holder.is_generator:
         state = state_of_generator(holder.generator)
         if not is_same(before, state):
             yield ["", state]
         return
     if holder.tensor is not None:
-        sent = told(holder.tensor.detach())
+        sent = told(holder.tensor.detach(), known)
         if holder.held() != before and sent is not UNTOLD:
-            yield ["", sent, True]
+            yield ["", sent, True, False]
         return
-    held, writes = before
+    held, writes, made = before
+    is_copied = isinstance(holder.held(), (list, frozenset))  # of a container, which holds it
     old, now = dict(zip(held.keys, held.items, strict=True)), holder.entries()
     for key, value in now.items():
         is_new = key not in old or not same(old[key], value)
+        if not is_new and key in made:
+            is_new = not same(made[key], told(value, known))
         if can_be_written(key) and (is_new or (key in writes and writes[key] != writes_of(value))):
-            sent = told(value)
+            sent = told(value, known)
+            is_filled = is_copied or (key in old and reference_of(old[key]) is value)
             if sent is not UNTOLD:
-                yield [key, sent, not is_new]
+                yield [key, sent, not is_new, is_filled]
     for key in old.keys() - now.keys():
         if can_be_written(key):
             yield [key]
 
 
-def _take(holder: Holder, news: Sequence[Sequence[Any]], home: str) -> None:
+def _take(holder: Holder, news: Sequence[Sequence[Any]], home: str, known: Known) -> None:
     if holder.is_generator:
         put_generator(holder.generator, news[0][1])
         return
@@ -120,12 +128,12 @@ def _take(holder: Holder, news: Sequence[Sequence[Any]], home: str) -> None:
         if value:
             there = entries.get(key, MISSING)
             where = f"{holder.name}, on {home}"
-            new = learned(value[0], there, where)
+            new = learned(value[0], there, where, known, is_filled=value[2])
             if value[1] and type(there) is torch.Tensor:  # it was written to
                 with torch.no_grad():
                     there.copy_(new)
             elif new is not MISSING and holder.tensor is None:
-                entries[key] = put_into(freeze(new), there)
+                entries[key] = put_into(freeze(new), there) if value[2] else new
         else:
             entries.pop(key, None)
     if holder.tensor is None:

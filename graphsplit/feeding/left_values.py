@@ -1,35 +1,83 @@
 """Values that code kept whole leaves in Python, as they are sent to other workers.
 
-Plain values as they are. Tensors, containers of these, and new objects in the place of others of
-their class (``self.seen = replace(self.seen, n=...)``) are lists that begin with a mark.
+Plain values as they are. All else is a list that begins with a mark: tensors, containers, new
+objects of a class that the code leads to or of the class of what was there
+(``self.seen = replace(self.seen, n=...)``), and the names of objects that all workers have.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.errors import ConfigurationError
+from graphsplit.guards.values import any_leaf
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.tensor_meta import DTYPES
 from graphsplit.torch_ext.stand_ins import StandIn
 
 UNTOLD: Any = object()
 _MARK = "\0left"
-_TENSOR = "tensor"
+_TENSOR, _THERE = "tensor", "there"
 _MAPPING = "mapping"
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
 _DEEPEST = 4
 
 
-def told(value: Any, depth: int = 0) -> Any:
+class Known:
+    """The objects that the code of one worker leads to, by names which all workers share.
+
+    Args:
+        holders: Their state, by name.
+        home: The worker, in words.
+        here: This one.
+    """
+
+    def __init__(self, holders: Mapping[Any, Holder], home: str = "", here: str = "") -> None:
+        self._holders, self._home, self._here = holders, home, here
+        self._names = {id(one.of): name for name, one in holders.items()}
+
+    def name_of(self, value: Any) -> Any:
+        """The name of a value; None for one that has none."""
+        is_apart = value is None or isinstance(value, torch.Tensor)  # tensors are sent
+        return None if is_apart else self._names.get(id(value))
+
+    def is_made(self, frozen: Any) -> bool:
+        """Whether a snapshot holds an object that has no name: code has made it."""
+        return any_leaf(frozen, lambda leaf: _is_plain_object(leaf) and self.name_of(leaf) is None)
+
+    def named(self, name: Any) -> Any:
+        """The object of this name; None where there is none."""
+        return self._holders[name].of if name in self._holders else None
+
+    def holder(self, name: Any) -> Holder:
+        """The holder of this name on this worker.
+
+        Raises:
+            ConfigurationError: Nothing has.
+        """
+        try:
+            return self._holders[name]
+        except KeyError:
+            raise ConfigurationError(
+                f"code kept whole on {self._home} has changed {name}, which it does "
+                f"not lead to on {self._here}\n"
+                f"  Fix: give the code the same objects on all workers."
+            ) from None
+
+
+def told(value: Any, known: Known, depth: int = 0) -> Any:
     """A value as it is sent; ``UNTOLD`` where it cannot be."""
+    if (name := known.name_of(value)) is not None:
+        return [_MARK, _THERE, name]
     if can_be_written(value):
         return value
     kind, keys = type(value), []
@@ -43,10 +91,11 @@ def told(value: Any, depth: int = 0) -> Any:
     elif kind is dict and all(map(can_be_written, value)):
         name, keys, parts = _MAPPING, [*value], [*value.values()]
     elif _is_plain_object(value):
-        name, keys, parts = kind.__qualname__, [*vars(value)], [*vars(value).values()]
+        name, keys, parts = known.name_of(kind), [*vars(value)], [*vars(value).values()]
+        name = [kind.__qualname__ if name is None else name]
     else:
         return UNTOLD
-    sent = [told(part, depth + 1) for part in parts] if depth < _DEEPEST else [UNTOLD]
+    sent = [told(part, known, depth + 1) for part in parts] if depth < _DEEPEST else [UNTOLD]
     return UNTOLD if any(part is UNTOLD for part in sent) else [_MARK, name, keys, sent]
 
 
@@ -55,13 +104,18 @@ def _is_plain_object(value: Any) -> bool:
     return is_thing and hasattr(value, "__dict__") and not is_of_library(type(value).__module__)
 
 
-def learned(sent: Any, there: Any, where: str) -> Any:
+def learned(sent: Any, there: Any, where: str, known: Known, *, is_filled: bool = False) -> Any:
     """The value that was sent.
 
     Args:
         sent: What ``told`` gave.
         there: What stands in its place here.
         where: Where it is, for errors.
+        known: The objects of the worker that has sent it, as they are here.
+        is_filled: Whether it is the object of before, with other contents.
+
+    Raises:
+        ConfigurationError: It names an object that is not here.
     """
     match sent:
         case ["\0left", "tensor", torch.Tensor() as tensor, shape]:
@@ -70,27 +124,42 @@ def learned(sent: Any, there: Any, where: str) -> Any:
             if shape is None:
                 return tensor
             return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
+        case ["\0left", "there", name]:
+            return known.holder(name).of
+        case ["\0left", [name], list(keys), list(parts)]:
+            made = _object(name, there, known, is_filled=is_filled)
+            if made is None:
+                return there
+            old = dict(vars(made))
+            vars(made).clear()
+            for key, part in zip(keys, parts, strict=True):
+                vars(made)[key] = learned(part, old.get(key), where, known)
+            return made
         case ["\0left", str(name), list(keys), list(parts)]:
-            return _made(name, keys, parts, there, where)
+            return _container(name, keys, parts, there, where, known)
     return sent
 
 
-def _made(name: str, keys: Sequence[Any], parts: Sequence[Any], there: Any, where: str) -> Any:
+def _object(name: Any, there: Any, known: Known, *, is_filled: bool) -> Any:
+    """The object to be filled; None where its class is not known here."""
+    if type(there).__qualname__ == name or known.name_of(type(there)) == name:
+        return there if is_filled else copy.copy(there)
+    kind, usual = known.named(name), object.__new__
+    return usual(kind) if isinstance(kind, type) and usual is kind.__new__ else None  # type: ignore[comparison-overlap]
+
+
+def _container(
+    name: str, keys: Sequence[Any], parts: Sequence[Any], there: Any, where: str, known: Known
+) -> Any:
     if name == _MAPPING:
-        held = there if isinstance(there, dict) else {}
+        old = there if isinstance(there, dict) else {}
         pairs = zip(keys, parts, strict=True)
-        return {key: learned(part, held.get(key), where) for key, part in pairs}
+        return {key: learned(part, old.get(key), where, known) for key, part in pairs}
     kind = type(there)
+    held = [*there] if kind.__name__ == name else []
+    held += [None] * (len(parts) - len(held))
+    made = [learned(p, one, where, known) for p, one in zip(parts, held, strict=False)]
     if name in _SEQUENCES:
-        known = [*there] if kind.__name__ == name else []
-        known += [None] * (len(parts) - len(known))
-        made = [learned(part, one, where) for part, one in zip(parts, known, strict=False)]
         return _SEQUENCES[name](made, *keys)
-    if kind.__qualname__ != name:  # the first object there, of a class that is not known here
-        return there
-    if isinstance(there, tuple):
-        return type(there)(*(learned(p, one, where) for p, one in zip(parts, there, strict=True)))
-    made = copy.copy(there)
-    for key, part in zip(keys, parts, strict=True):
-        vars(made)[key] = learned(part, vars(made).get(key), where)
-    return made
+    # A named tuple; the first one there may be of a class that is not known here.
+    return kind(*made) if kind.__name__ == name else there

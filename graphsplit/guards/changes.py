@@ -226,26 +226,31 @@ def put_all_back(noted: Iterable[Noted]) -> None:
 
 
 def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:
-    """A change to a number, with how it is made; one in a container must not be of values."""
+    """A change to a number, with how it is made; one in something else must not be of values."""
     if isinstance(change.new, SYMBOLIC):
         return replace(change, new=compute(change.new))
-    if change.is_read:  # what is left in there counts, if only their number
-        any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC) and compute(leaf) is None)
+    # Read or not: the script may look at it.
+    _holds(change.new, lambda leaf: isinstance(leaf, SYMBOLIC) and compute(leaf) is None)
     return change
 
 
-def _holds_fake(value: Any, depth: int = 3) -> bool:
-    """Whether a value holds tensors that have no values, in its attributes too."""
+def _holds(value: Any, test: Callable[[Any], bool], depth: int = 3) -> bool:
+    """Whether a value holds something of which a test is true, in attributes of objects too."""
 
-    def is_fake(leaf: Any) -> bool:
-        if isinstance(leaf, (FakeTensor, torch.fx.Proxy)):
+    def is_held(leaf: Any) -> bool:
+        if test(leaf):
             return True
         held = None if isinstance(leaf, (type, nn.Module, ModuleType)) else own_dictionary(leaf)
         if not held or not depth:
             return False
-        return any(_holds_fake(inner, depth - 1) for inner in list(held.values()))
+        return any(_holds(inner, test, depth - 1) for inner in list(held.values()))
 
-    return any_leaf(freeze(value), is_fake)
+    return any_leaf(freeze(value), is_held)
+
+
+def _is_fake(value: Any) -> bool:
+    """Whether a value is a tensor that has no values."""
+    return isinstance(value, (FakeTensor, torch.fx.Proxy))
 
 
 def _has_fake_key(frozen: Any) -> bool:
@@ -277,7 +282,7 @@ def _can_be_left(change: Change) -> bool:
         )
     if any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC)):
         return False
-    if not _holds_fake(change.new):
+    if not _holds(change.new, _is_fake):
         return True
     if change.is_read and change.place.module is None:
         raise CaptureError(

@@ -23,6 +23,7 @@ from graphsplit.collectives.calls import broadcast_object
 from graphsplit.feeding.loader_checks import refuse_shares
 from graphsplit.integrations.workers import distributed, told, workers
 from graphsplit.job import joined
+from graphsplit.torch_ext.private import change_shown
 
 
 class GraphsplitStrategy(SingleDeviceStrategy):
@@ -150,7 +151,7 @@ class GraphsplitStrategy(SingleDeviceStrategy):
 def _told(value: Any) -> Any:
     """Let all workers know a value that is logged: the progress bar of worker 0 looks at it."""
     if isinstance(value, Metric):
-        value._forward_cache = told(value._forward_cache)
+        change_shown(value, told)
         compute: Any = value.compute
         if not isinstance(compute, partial):
             metric: Any = value

@@ -1,4 +1,4 @@
-"""Undocumented names of torch, transformers and accelerate that graphsplit relies on, and why.
+"""Undocumented names of torch, and of trainers, that graphsplit relies on, and why.
 
 Each entry is looked up by ``tests/torch_contract`` under the torch that is installed: a release
 that moves one fails the test of its name. ``docs/how-to/port-to-a-new-torch.md`` says what to do
@@ -408,5 +408,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "accelerate.state",
         "which process accelerate takes this one for: it is told the worker's rank",
         *("PartialState._shared_state", "AcceleratorState._shared_state"),
+    ),
+    # torchmetrics, if it is there: src/torchmetrics/metric.py.
+    *_of(
+        "torchmetrics.SumMetric()",
+        "what a metric gave last, which Lightning's progress bar shows on one worker",
+        "_forward_cache",
     ),
 )

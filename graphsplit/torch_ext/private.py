@@ -251,6 +251,11 @@ def accelerate_states() -> list[dict[str, Any]]:
     return [state._shared_state for state in states if state._shared_state]
 
 
+def change_shown(metric: Any, change: Callable[[Any], Any]) -> None:
+    """Change the value that a metric of torchmetrics gave last, which Lightning's bar shows."""
+    metric._forward_cache = change(metric._forward_cache)
+
+
 def is_checkpointing() -> bool:
     """Whether ``torch.utils.checkpoint`` keeps what operations save, or runs them once more."""
     hooks = _top_hooks(False)

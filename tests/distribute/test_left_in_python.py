@@ -280,3 +280,118 @@ def test_a_tensor_with_a_history_is_not_read_elsewhere() -> None:
 
     with pytest.raises(OwnershipError, match="has a history"):
         assert_same_bits(loop, 2)
+
+
+class Part:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+class Best:
+    """The first one is made in a step."""
+
+    def __init__(self, value: float, step: int) -> None:
+        self.value, self.steps = value, [step]
+
+
+class Choosing(nn.Module):
+    """Goes from one of its objects to another, and makes new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.parts, self.rows = [Part(1), Part(2), Part(3)], [[1], [2], [3]]
+        self.part, self.row = self.parts[0], self.rows[0]
+        self.other: Part | None = None
+        self.best: Best | None = None
+        self.seen, self.one = [0], {"n": 1}
+        self.same = self.one
+        self.step = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(values)
+        self.step += 1
+        self.part, self.row = self.parts[self.step % 3], self.rows[self.step % 3]
+        self.part.n += 1
+        self.row.append(self.step)
+        self.seen = [*self.seen, self.step]
+        if self.step == 2:
+            self.other = self.parts[1]
+            self.one = {"n": 5}
+        self.one["n"] += 1
+        value = made.sum().item()
+        if self.best is None or value < self.best.value:
+            self.best = Best(value, self.step)
+        self.best.steps.append(self.step)
+        return made * self.part.n
+
+    def read(self) -> Any:
+        assert self.best is not None
+        at = self.step % 3
+        return (
+            *(
+                [part.n for part in self.parts],
+                self.part is self.parts[at],
+                list(map(len, self.rows)),
+            ),
+            *(self.row is self.rows[at], self.other is self.parts[1], list(self.seen)),
+            *(dict(self.one), dict(self.same), self.one is self.same),
+            *(self.best.value, list(self.best.steps)),
+        )
+
+
+def test_objects_that_calls_go_between_are_the_same_ones_on_every_worker() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        choosing = Choosing()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(choosing))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        net, lists = distribute(net), [choosing.seen]
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            lists.append(choosing.seen)
+            yield choosing.read(), [list(one) for one in lists]
+        yield net.state_dict()
+
+    assert_same_bits(loop, 2)
+
+
+class Logged(nn.Module):
+    """Keeps parts of a loss for the script, and does not read them itself."""
+
+    def __init__(self, as_object: bool) -> None:
+        super().__init__()
+        self.as_object = as_object
+        self.parts: Any = None
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss, size = nn.functional.mse_loss(outputs, targets), outputs.square().mean()
+        parts = {"loss": loss.item(), "sizes": [size.item(), round(size.item() * 2, 3)]}
+        self.parts = Best(parts, 0) if self.as_object else parts  # type: ignore[arg-type]
+        return loss + 0.1 * size
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("as_object", [False, True])
+def test_numbers_of_values_that_a_loss_leaves_unread(as_object: bool, microbatches: int) -> None:
+    """They were dropped, or left as what stands for a number while a step is captured."""
+
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        loss_fn = Logged(as_object)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        is_plain = distribute is plain
+        model = None if is_plain else gs.Model(net, loss_fn, optimizer, microbatches=microbatches)
+        inputs, targets = torch.randn(4, 6), torch.randn(4, 4)
+        for _ in range(3):
+            if model is None:
+                optimizer.zero_grad()
+                for one, target in split(inputs, targets, microbatches):
+                    (loss_fn(net(one), target) / microbatches).backward()
+                optimizer.step()
+            else:
+                model.train_step(inputs, targets)
+            yield loss_fn.parts.value if as_object else loss_fn.parts
+
+    assert_same_bits(loop, 2)

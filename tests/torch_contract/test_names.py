@@ -3,6 +3,7 @@
 import ast
 import importlib
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _MADE: dict[str, Any] = {
     "torch.sparse()": torch.eye(1).to_sparse(),
     "torch.amp.GradScaler()": torch.amp.GradScaler("cpu"),
 }
+with suppress(ImportError):
+    _MADE["torchmetrics.SumMetric()"] = importlib.import_module("torchmetrics").SumMetric()
 
 
 def look_up(path: str) -> Any:

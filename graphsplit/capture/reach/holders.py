@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Holder:
         name: For people.
         read: Gives what it holds, apart from it.
         write: Puts that back.
+        of: The object whose state it is, where that is not ``thing``.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Holder:
         write: Callable[[Any], None],
         *,
         decides: bool = True,
+        of: Any = None,
     ) -> None:
+        self._of = _weakly(thing if of is None else of)
         self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
         self.generator = thing if isinstance(thing, GENERATORS) else None
@@ -59,6 +63,11 @@ class Holder:
     def has_changed(self) -> bool:
         """Whether it holds something else now."""
         return not _is_same(self._noted, self.held())
+
+    @property
+    def of(self) -> Any:
+        """The object whose state it is; None once nobody has it any more."""
+        return self._of()
 
     def note(self) -> None:
         """Note what it holds now."""
@@ -127,6 +136,13 @@ class ByValue:
 
     content: Any
     kept: Any = field(compare=False)
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a list, a dictionary, an object with slots
+        return lambda: value
 
 
 def _entries_of(held: Any) -> dict[Any, Any]:

@@ -97,13 +97,16 @@ class Walk:
         # Holds what it names, so that no other gets its number.
         self.seen: dict[int, Any] = {id(value): value for value in apart}
         self._waiting: collections.deque[tuple[Any, str]] = collections.deque()
+        self._visited: Any = None
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
         """All that holds state from the roots on, and code that runs only in backward."""
         for root in roots:
             self._push(root, getattr(root, "__qualname__", type(root).__name__))
         while self._waiting and (self.most is None or len(self._found) < self.most):
-            self._visit(*(self._waiting.pop() if self.most is None else self._waiting.popleft()))
+            value, name = self._waiting.pop() if self.most is None else self._waiting.popleft()
+            self._visited = value
+            self._visit(value, name)
         return self._found, self._in_backward
 
     def _push(self, value: Any, name: str) -> None:
@@ -115,7 +118,7 @@ class Walk:
     def _hold(
         self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
     ) -> None:
-        self._found.append(Holder(thing, name, read, write))
+        self._found.append(Holder(thing, name, read, write, of=self._visited))
 
     def _hold_value(
         self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
