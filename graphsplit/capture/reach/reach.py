@@ -28,7 +28,7 @@ from torch import nn
 
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
 from graphsplit.errors import CaptureError
-from graphsplit.guards.values import BY_VALUE
+from graphsplit.guards.values import BY_VALUE, keys_of, values_of
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -96,17 +96,16 @@ class Walk:
         self._in_backward: list[Any] = []
         # Holds what it names, so that no other gets its number.
         self.seen: dict[int, Any] = {id(value): value for value in apart}
-        self._waiting: collections.deque[tuple[Any, str]] = collections.deque()
-        self._visited: Any = None
+        self._waiting, self._visited = collections.deque[tuple[Any, str]](), None
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
         """All that holds state from the roots on, and code that runs only in backward."""
         for root in roots:
             self._push(root, getattr(root, "__qualname__", type(root).__name__))
         while self._waiting and (self.most is None or len(self._found) < self.most):
-            value, name = self._waiting.pop() if self.most is None else self._waiting.popleft()
-            self._visited = value
-            self._visit(value, name)
+            take = self._waiting.pop if self.most is None else self._waiting.popleft
+            self._visited, name = take()
+            self._visit(self._visited, name)
         return self._found, self._in_backward
 
     def _push(self, value: Any, name: str) -> None:
@@ -318,7 +317,7 @@ class Walk:
 
     def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
         self._hold_dict(value, name)
-        for key, item in list(value.items()):
+        for key, item in _held_in(value).items():
             self._push(key, name)
             self._push(item, f"{name}[{key!r}]" if isinstance(key, (str, int)) else name)
 
@@ -351,7 +350,7 @@ class Walk:
                 self._push(inner, f"{label}.{kind}")
 
     def _hold_dict(self, value: dict[Any, Any], name: str) -> None:
-        self._hold(value, name, lambda: dict(value), lambda s: _refill(value, s))
+        self._hold(value, name, lambda: _held_in(value), lambda s: _refill(value, s))
 
     def _visit_attributes(self, value: Any, name: str) -> None:
         held = getattr(value, "__dict__", None)
@@ -431,6 +430,11 @@ def _set_slots(value: Any, noted: dict[str, Any]) -> None:
 def _set_items(value: np.ndarray[Any, Any], items: list[Any]) -> None:
     for index, item in enumerate(items):
         value.flat[index] = item
+
+
+def _held_in(value: dict[Any, Any]) -> dict[Any, Any]:
+    # Whatever its class makes of asking for them: one of transformers imports all models.
+    return dict(zip(keys_of(value), values_of(value), strict=True))
 
 
 def _refill(value: Any, noted: Any) -> None:
