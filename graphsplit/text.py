@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from graphsplit.errors import ConfigurationError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Names of arguments in other libraries, and here.
 _USUAL_ARGUMENTS = {
@@ -60,20 +59,24 @@ def need(call: str, name: str, value: Any, is_right: object, expected: str) -> N
         raise ConfigurationError(f"{call}: {name}={shown}\n  Fix: pass {expected}.")
 
 
-def called(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def called(name: str) -> Callable[[F], F]:
     """Decorate a public function: arguments that it does not take are told with those it takes.
 
     Args:
-        name: The function, as users write it: ``"model.train"``.
+        name: The function, as users write it: ``"model.train"``. Of a class, how it is made.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Any) -> Any:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
+
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                if _fits(function, args, kwargs):
                     raise  # it comes from inside
                 told = _told_of_arguments(name, function, str(error))
             raise TypeError(told)
@@ -81,6 +84,15 @@ def called(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+def _fits(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function takes so many arguments, of these names."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _told_of_arguments(name: str, function: Callable[..., Any], problem: str) -> str:
@@ -92,6 +104,9 @@ def _told_of_arguments(name: str, function: Callable[..., Any], problem: str) ->
     ]
     names = [one.name for one in taken]
     problem = problem.partition("() ")[2] or problem
+    if problem.startswith("takes "):  # Python counts ``self``
+        most = sum(one.kind is not one.KEYWORD_ONLY for one in taken)
+        problem = f"takes {f'at most {most}' if most else 'no'} arguments without a name"
     unknown = re.search("unexpected keyword argument '(.*?)'", problem)
     twice = re.search("multiple values for argument '(.*)'", problem)
     hint = ""
@@ -133,10 +148,12 @@ def no_attribute(
     return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None)
 
 
-def meant(name: str, public: Iterable[str], usual: Mapping[str, str]) -> str:
+def meant(
+    name: str, public: Iterable[str], usual: Mapping[str, str], *, cutoff: float = 0.7
+) -> str:
     """``; did you mean 'train'?``; empty if no name is near. Arguments as for ``no_attribute``."""
     names = sorted(one for one in public if not one.startswith("_"))
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     found = usual.get(name) or next(iter(near), "")
     return f"; did you mean {found!r}?" if found else ""
 

@@ -21,6 +21,7 @@ import torch
 from graphsplit.batches import records
 from graphsplit.batches.signature import Arguments, Signature, inputs_of, split_batch
 from graphsplit.errors import ConfigurationError
+from graphsplit.text import called
 from graphsplit.torch_ext.private import pytree
 
 Split = Callable[[Any, int], Sequence[Any]]
@@ -29,6 +30,7 @@ LossWeight = Callable[..., Any]
 _OWN_SPLIT = "let the Model split it: Model(..., split=fn), fn(batch, M) -> sequence of batches"
 
 
+@called("gs.split_microbatches")
 def split_microbatches(batch: Any, num_microbatches: int) -> list[tuple[Any, float]]:
     """Split a batch along dimension 0 into microbatches, as a Model does.
 

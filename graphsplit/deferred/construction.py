@@ -47,12 +47,14 @@ from graphsplit.deferred.recording import InitRecording
 from graphsplit.deferred.recording_modes import OperationMode, ReadingMode
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.freed_memory import return_now
+from graphsplit.text import called
 from graphsplit.torch_ext.attributes import BUFFERS, named_tensors
 from graphsplit.torch_ext.stand_ins import plain_torch, without_memory
 
 _open: list[InitRecording] = []
 
 
+@called("gs.deferred_init")
 @contextlib.contextmanager
 def deferred_init() -> Iterator[None]:
     """Builds modules without taking memory for their parameters and buffers.

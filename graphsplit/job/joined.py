@@ -33,6 +33,7 @@ from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import GO_ON, WAIT_REJOIN, ClusterSettings
+from graphsplit.text import called
 from graphsplit.transport.wait import FINISHED
 from graphsplit.version import __version__
 
@@ -42,6 +43,7 @@ _for_call = False
 _MOST_NAMED = 5
 
 
+@called("gs.init")
 def init() -> None:
     """Join the cluster that the ``MS_*`` variables describe, or the launcher's that started this.
 
@@ -224,6 +226,7 @@ def _begin_as_workers_did() -> None:
         torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+@called("gs.finalize")
 def finalize() -> None:
     """Leave the cluster, once all workers have come to the same point.
 
@@ -309,26 +312,31 @@ def _require_alone(environ: Mapping[str, str]) -> None:
     )
 
 
+@called("gs.is_initialized")
 def is_initialized() -> bool:
     """Whether ``gs.init()`` was called and ``gs.finalize()`` was not."""
     return _job is not None or _one_process
 
 
+@called("gs.get_rank")
 def get_rank() -> int:
     """This worker's rank, for the job's whole life; 0 in one process."""
     return 0 if _job is None else _job.seat
 
 
+@called("gs.get_world_size")
 def get_world_size() -> int:
     """How many workers the job has, those included that it goes on without; 1 in one process."""
     return 1 if _job is None else _job.member.num_seats
 
 
+@called("gs.get_role")
 def get_role() -> str:
     """``"MS_WORKER"``; the scheduler never returns from ``init``."""
     return WORKER_ROLE
 
 
+@called("gs.barrier")
 def barrier() -> None:
     """Wait until all workers have come here. Does nothing in one process.
 

@@ -67,8 +67,9 @@ def launch(
             process does not know.
     """
     workers = _number_of(workers)
+    check_options("gs.launch", workers, timeout_s, restarts, log_dir)
     check_call(fn, workers, timeout_s, restarts)
-    _check_given(args, kwargs, log_dir)
+    _check_given(args, kwargs)
     wanted = call.LaunchedCall(fn, tuple(args), dict(kwargs or {}))
     body = bytearray(call.pickled(wanted))
     with files.memory_files(2 + workers) as (first, answer_file, *results):
@@ -113,8 +114,7 @@ def launcher(
     function itself is ``fn.__wrapped__``.
     """
     options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": restarts, "log_dir": log_dir}
-    is_count = workers is None or (type(workers) is int and workers > 0)
-    need("gs.launcher", "workers", workers, is_count, "a whole number, at least 1")
+    check_options("gs.launcher", _FEWEST if workers is None else workers, **options)
 
     def decorate(fn: _Fn) -> _Launched:
         example = "a function: @gs.launcher, or @gs.launcher(workers=4), above it"
@@ -151,14 +151,7 @@ def check_call(
             f"gs.launch was given {fn!r:.80}, which is no function\n  Fix: pass the function, its "
             f"arguments apart: gs.launch(train, workers=4, args=(10,))"
         )
-    for name, value, least in (("workers", workers, 1), ("restarts", restarts, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(
-                f"{called}(..., {name}={value!r}): expected a whole number, at least {least}\n"
-                f"  Fix: {called}(fn, {name}={max(least, _FEWEST)})"
-            )
-    is_time = isinstance(timeout_s, (int, float)) and timeout_s > 0
-    need(called, "timeout_s", timeout_s, timeout_s is None or is_time, "seconds, or None")
+    check_options(called, workers, timeout_s, restarts)
     if os.environ.get("MS_ROLE", "").strip():
         raise ConfigurationError(
             f"{called}({call.name_of(fn)}) was called in a process of a job (MS_ROLE is "
@@ -168,15 +161,33 @@ def check_call(
         )
 
 
-def _check_given(args: Any, kwargs: Any, log_dir: Any) -> None:
+def check_options(
+    called: str, workers: Any, timeout_s: Any, restarts: Any, log_dir: Any = None
+) -> None:
+    """Refuse options of a call on workers that are of a wrong kind.
+
+    Raises:
+        ConfigurationError: One is.
+    """
+    for name, value, least in (("workers", workers, 1), ("restarts", restarts, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(
+                f"{called}(..., {name}={value!r}): expected a whole number, at least {least}\n"
+                f"  Fix: {called}(fn, {name}={max(least, _FEWEST)})"
+            )
+    is_time = isinstance(timeout_s, (int, float)) and timeout_s > 0
+    need(called, "timeout_s", timeout_s, timeout_s is None or is_time, "seconds, or None")
+    is_path = log_dir is None or isinstance(log_dir, (str, os.PathLike))
+    need(called, "log_dir", log_dir, is_path, "the path of a folder, or None")
+
+
+def _check_given(args: Any, kwargs: Any) -> None:
     is_several = isinstance(args, Sequence) and not isinstance(args, (str, bytes))
     need("gs.launch", "args", args, is_several, "the function's arguments, as in args=(10,)")
     is_named = kwargs is None or (
         isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     )
     need("gs.launch", "kwargs", kwargs, is_named, "a dictionary, as in kwargs={'rate': 0.1}")
-    is_path = log_dir is None or isinstance(log_dir, (str, os.PathLike))
-    need("gs.launch", "log_dir", log_dir, is_path, "the path of a folder, or None")
 
 
 def results_of(

@@ -23,7 +23,7 @@ from torch import nn
 
 from graphsplit.errors import PlacementError
 from graphsplit.marks.workers import UnknownWorkerError, numbered
-from graphsplit.text import described, need
+from graphsplit.text import called, described, need
 
 WORKER_ROLE = "MS_WORKER"
 _MODULE_ATTRIBUTE = "_graphsplit_placement"
@@ -243,7 +243,7 @@ def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> n
             of several, a module that a ``Model``
             has already planned, or one that a rule of ``gs.apply_placement`` puts elsewhere.
     """
-    source = callers_line(3)  # past the installed method
+    source = callers_line(4)  # past the installed method
     is_module = isinstance(module, nn.Module)
     need("place", "self", module, is_module, "a module, as in net.layer.place(0)")
     name = type(module).__name__
@@ -397,6 +397,7 @@ def check_blocks() -> None:
         raise faults_found(lines, fix="write `with gs.place(...):` before the operations.")
 
 
+@called("gs.place")
 def place(
     role: str | int | Sequence[int | str] = WORKER_ROLE,
     rank: int | str | Sequence[int | str] | None = None,
@@ -417,7 +418,7 @@ def place(
         PlacementError: Unknown role, or a rank that is negative or no int.
     """
     _refuse_inside_branches()
-    return PlacedBlock(_check_ranks("gs.place", *_named(role, rank), rows, callers_line(2)))
+    return PlacedBlock(_check_ranks("gs.place", *_named(role, rank), rows, callers_line(3)))
 
 
 def _named(role: Any, rank: Any) -> tuple[Any, Any]:
@@ -441,6 +442,7 @@ class PlaceableOperation(Generic[P, R]):
         self._function = function
         self._annotation: Annotation | None = None
 
+    @called("gs.op(...).place")
     def place(
         self,
         role: str | int | Sequence[int | str] = WORKER_ROLE,
@@ -457,7 +459,7 @@ class PlaceableOperation(Generic[P, R]):
         """
         placed = PlaceableOperation(self._function)
         named = _named(role, rank)
-        placed._annotation = _check_ranks("gs.op(...).place", *named, rows, callers_line(2))
+        placed._annotation = _check_ranks("gs.op(...).place", *named, rows, callers_line(3))
         return placed
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -470,6 +472,7 @@ class PlaceableOperation(Generic[P, R]):
             return self._function(*args, **kwargs)
 
 
+@called("gs.op")
 def op(function: Callable[P, R]) -> PlaceableOperation[P, R]:
     """Make a function placeable: ``gs.op(torch.add).place("MS_WORKER", 1)(a, b)``."""
     need("gs.op", "function", function, callable(function), "a function, as torch.add")
@@ -479,6 +482,7 @@ def op(function: Callable[P, R]) -> PlaceableOperation[P, R]:
 def install() -> None:
     """Give every ``torch.nn.Module`` the method ``place``."""
 
+    @called("net.place")
     def place(
         self: Any,
         role: str | int | Sequence[int | str] = WORKER_ROLE,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
+from graphsplit.errors import ConfigurationError
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.text import called, described, need
 
 H = TypeVar("H")
 _ignored: dict[Any, Place] = {}  # by identity; the places hold what they are in
 
 
+@called("gs.ignore")
 def ignore(holder: H, *names: Any) -> H:
     """Say that a Python value does not decide what network and loss compute.
 
@@ -26,11 +30,13 @@ def ignore(holder: H, *names: Any) -> H:
         The holder itself.
 
     Raises:
-        TypeError: No name is given, or the holder has no attributes.
+        ConfigurationError: No name is given, or the holder has nothing of such a name.
     """
-    if not names:
-        raise TypeError("gs.ignore(holder, name, ...) takes at least one name")
-    for name in names:
+    for name in names or (None,):
+        is_entry = isinstance(holder, (dict, list)) and bool(names)
+        kind = (int if isinstance(holder, list) else Hashable) if is_entry else str
+        example = "the name of one of its attributes or entries, as in gs.ignore(net, 'counter')"
+        need("gs.ignore", "name", name, isinstance(name, kind), example)
         place = _place_in(holder, name)
         _ignored[place.identity] = place
     return holder
@@ -46,8 +52,9 @@ def _place_in(holder: Any, name: Any) -> Place:
         return entry(held, name, name)
     if type(getattr(type(holder), name, None)).__name__ == "member_descriptor":
         return Place(PlaceKind.SLOT, holder, name, name)
-    raise TypeError(
-        f"gs.ignore: a {type(holder).__name__} has no attribute or entry {name!r} to ignore"
+    raise ConfigurationError(
+        f"gs.ignore: {described(holder)} has no attribute or entry {name!r} to ignore\n"
+        f"  Fix: pass what holds the value, and its name there, as in gs.ignore(net, 'counter')."
     )
 
 

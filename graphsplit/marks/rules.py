@@ -36,7 +36,7 @@ from graphsplit.marks.pattern import (
     read_slice,
 )
 from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule, hidden_rules, read_rules
-from graphsplit.text import need
+from graphsplit.text import called, need
 from graphsplit.torch_ext.attributes import named_tensors
 
 _RULES_ATTRIBUTE = "_graphsplit_rules"
@@ -80,6 +80,7 @@ class KeptRules:
     parameters: Mapping[str, Annotation] = field(default_factory=dict)
 
 
+@called("gs.apply_placement")
 def apply_placement(network: NetworkT, source: Mapping[str, Any] | str | Path) -> NetworkT:
     """Place the parts of a network by rules.
 
@@ -105,7 +106,7 @@ def apply_placement(network: NetworkT, source: Mapping[str, Any] | str | Path) -
     is_swapped = isinstance(source, nn.Module)
     why = "the network first: gs.apply_placement(network, source)" if is_swapped else "a module"
     need("gs.apply_placement", "network", network, isinstance(network, nn.Module), why)
-    caller = callers_line(2)
+    caller = callers_line(3)
     if is_planned(network):
         raise PlacementError(
             f"apply_placement: this network is already planned; its parameters live on their "

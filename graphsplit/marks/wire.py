@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import described
+from graphsplit.text import called, described
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS
 from graphsplit.torch_ext.private import pytree
 
@@ -47,6 +47,7 @@ _rounded.register_autograd(_round_gradient, setup_context=_keep_dtype)
 ROUND = torch.ops.graphsplit.wire.default
 
 
+@called("gs.wire")
 def wire(value: T, dtype: torch.dtype) -> T:
     """Round a value to a smaller dtype and back, and its gradient on the way home.
 

@@ -16,13 +16,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import need
+from graphsplit.text import called, need
 from graphsplit.torch_ext.private import foreach_norm, grouped_tensors, has_foreach_support
 
 Kind = tuple[torch.dtype, torch.device]
 """The dtype and the device of a gradient."""
 
 
+@called("gs.clip.GlobalNorm")
 @dataclass(frozen=True)
 class GlobalNorm:
     """Scale all gradients so that their common norm is at most ``max_norm``.
@@ -109,6 +110,7 @@ class GlobalNorm:
         clip_grads_with_norm_(parameters, self.max_norm, total)
 
 
+@called("gs.clip.Value")
 @dataclass(frozen=True)
 class Value:
     """Clamp every element of every gradient to the range from ``-value`` to ``value``.

@@ -9,7 +9,7 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.own_step import say_per_parameter, step_hooks
-from graphsplit.text import described
+from graphsplit.text import called, described
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
@@ -34,6 +34,7 @@ PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+@called("gs.per_parameter")
 def per_parameter(optimizer: _Optimizer) -> _Optimizer:
     """Say that an optimizer treats every parameter by itself.
 

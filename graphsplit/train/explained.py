@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from graphsplit.planning.passes import (
 )
 from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.links import Links, message_lines, with_links
+from graphsplit.profiling.profile import Profiling
 from graphsplit.profiling.trial_run import (
     NotTriedError,
     bounding_line,
@@ -40,7 +42,8 @@ from graphsplit.profiling.trial_run import (
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.settings import FAIL_FAST
-from graphsplit.text import no_attribute
+from graphsplit.text import called, meant, no_attribute
+from graphsplit.train.arguments import ModelArguments
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.viz.report import seconds_in_words
@@ -270,13 +273,22 @@ _USUAL = {
     "to": "network",
 }
 
+_USUAL_SETTABLE = {"criterion": "loss_fn", "optim": "optimizer"}
+
 
 class Shown:
-    """How a ``Model`` is shown at the prompt, and in a notebook."""
+    """A ``Model`` shown: at the prompt, in a notebook, by its plan and by its last step."""
 
     _task: Task
+    _engine: Engine
+    _explainer: Explainer
 
     if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not (name.startswith("_") or hasattr(type(self), name) or name in vars(self)):
+                _check_new(type(self), name)
+            object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(f"{type(self).__name__!r} object", name, dir(type(self)), _USUAL)
@@ -294,6 +306,119 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def explain(
+        self,
+        *batch: Any,
+        detail: Detail = "modules",
+        links: Links | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Which worker runs what, why, and the bytes that cross each cut.
+
+        Args:
+            batch: One batch, as ``train`` takes it; of several microbatches the first is explained.
+                Without one, in a cluster, it is the plan of training used last, if any.
+            detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation,
+                ``"state"`` for every Python value that the step depends on.
+            links: The links between workers, for the seconds that each edge and a step would take:
+                the file of ``graphsplit doctor -H a:2,b:3 --save-links FILE``; or by two ranks, the
+                seconds that a message takes, and the bytes that follow in a second:
+                ``{(0, 1): (50e-6, 125e6), (1, 0): (50e-6, 125e6)}``.
+            kwargs: One batch, as keyword arguments.
+
+        Raises:
+            ConfigurationError: No batch was given, and nothing has run yet; or one of which forward
+                asks tensors for values; or an unknown detail; or links that cannot be read, or are
+                not those of so many workers.
+        """
+        return self._explainer.explain(batch, kwargs, detail, links)
+
+    @called("model.profile")
+    def profile(self) -> Profiling:
+        """Measure the training steps inside a ``with`` block.
+
+        Collective. The steps are ordinary ones: the first two warm up, up to ten are timed. What
+        they cost, and the step that follows from it by simulation, is in ``.result`` after the
+        block, on every worker::
+
+            with model.profile() as profiling:
+                model.train(1, loader)
+            print(profiling.result)                  # a table: predicted and measured
+            profiling.result.save("profile")         # a trace, a picture
+
+        Raises:
+            ConfigurationError: In one process, where ``torch.profiler`` serves, or in a job that
+                recovers from lost workers; or, at the end of the block, fewer than four steps of
+                one plan were run.
+        """
+        return Profiling(need_cluster(self._engine).profiler)
+
+    def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
+        """The placement that was resolved, as rules that give the same plan again.
+
+        Args:
+            batch: One batch, as for ``explain``.
+            kwargs: One batch, as keyword arguments.
+
+        Returns:
+            What ``gs.apply_placement`` takes. ``.place`` and ``gs.place`` in the code stay in force
+            beside it.
+        """
+        return self._explainer.placement(batch, kwargs)
+
+    @called("model.save_placement")
+    def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
+        """Write the placement that was resolved to a file for ``gs.apply_placement``.
+
+        Args:
+            path: A YAML file, with a remark on every rule; JSON where the name ends in ``.json``.
+            batch: One batch, as for ``explain``.
+            kwargs: One batch, as keyword arguments.
+        """
+        self._explainer.save_placement(path, batch, kwargs)
+
+    @property
+    def last_losses(self) -> dict[str, torch.Tensor]:
+        """The scalars beside the loss of the last training step, by name, on every worker.
+
+        What network or ``loss_fn`` return beside the loss: entries of a mapping, attributes of an
+        object, or members of a tuple, by their position. With microbatches they are added up as the
+        loss is.
+        """
+        return self._explainer.last_losses()
+
+    @property
+    def last_outputs(self) -> Any:
+        """The network's results in the last training step, on every worker.
+
+        None without ``keep_outputs=True``. With microbatches, a list of what it returned for each.
+        """
+        return self._explainer.last_outputs()
+
+    @property
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients before the last clipping, on every worker.
+
+        None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
+        """
+        return self._explainer.last_gradient_norm()
+
+
+def _check_new(owner: type, name: str) -> None:
+    """Let a script keep attributes of its own on a Model, unless another one is likely meant.
+
+    Raises:
+        AttributeError: It is like the name of one that may be set, or an argument of a new Model.
+    """
+    settable = [one for one in dir(owner) if getattr(getattr(owner, one), "fset", None)]
+    hint = meant(name, settable, _USUAL_SETTABLE, cutoff=0.8)
+    is_argument = any(one.name == name for one in fields(ModelArguments))
+    if is_argument and not hint and Shown in owner.__bases__:
+        hint = f"; it is an argument of a new one: gs.Model(..., {name}=...)"
+    if hint:
+        told = f"{owner.__name__!r} object has no attribute {name!r} that can be set{hint}"
+        raise AttributeError(told, name=name, obj=None)
 
 
 # How much an optimizer keeps for what it trains: an estimate, before it has kept anything.

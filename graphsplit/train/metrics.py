@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import need, no_attribute
+from graphsplit.text import called, need, no_attribute
 
 _WHERE_SCORES_ARE = (
     "\n  Fix: return the scores, or a loss and then the scores, or call them 'logits' in a mapping "
@@ -63,6 +63,7 @@ class Accuracy(Metric):
     Scores have shape ``[batch, classes, ...]``, integer targets ``[batch, ...]``.
     """
 
+    @called("gs.metrics.Accuracy")
     def __init__(self) -> None:
         self.reset()
 
@@ -127,6 +128,7 @@ class Loss(_Mean):
 
     needs_loss = True
 
+    @called("gs.metrics.Loss")
     def __init__(self, part: str | None = None) -> None:
         super().__init__()
         is_name = part is None or isinstance(part, str)

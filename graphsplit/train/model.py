@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -18,11 +17,8 @@ from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
 from graphsplit.optimizers.update import AccumulateBy, GradientOrder
-from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import ReadBy
-from graphsplit.profiling.links import Links
-from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
 from graphsplit.text import called, need
 from graphsplit.train.arguments import ModelArguments, check_loader, check_run
@@ -30,7 +26,7 @@ from graphsplit.train.callbacks import Callback
 from graphsplit.train.callbacks.watching import Validation, check_watched
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
-from graphsplit.train.explained import Explainer, Shown, need_cluster
+from graphsplit.train.explained import Explainer, Shown
 from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.steps import Calls, Steps, need_metrics, need_optimizer, stop_if_asked
 from graphsplit.train.stored import StoredState
@@ -275,75 +271,6 @@ class Model(Shown, Steps):
         stop_if_asked(self._engine, self._script)
         return outputs
 
-    def explain(
-        self,
-        *batch: Any,
-        detail: Detail = "modules",
-        links: Links | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """Which worker runs what, why, and the bytes that cross each cut.
-
-        Args:
-            batch: One batch, as ``train`` takes it; of several microbatches the first is explained.
-                Without one, in a cluster, it is the plan of training used last, if any.
-            detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation,
-                ``"state"`` for every Python value that the step depends on.
-            links: The links between workers, for the seconds that each edge and a step would take:
-                the file of ``graphsplit doctor -H a:2,b:3 --save-links FILE``; or by two ranks, the
-                seconds that a message takes, and the bytes that follow in a second:
-                ``{(0, 1): (50e-6, 125e6), (1, 0): (50e-6, 125e6)}``.
-            kwargs: One batch, as keyword arguments.
-
-        Raises:
-            ConfigurationError: No batch was given, and nothing has run yet; or one of which forward
-                asks tensors for values; or an unknown detail; or links that cannot be read, or are
-                not those of so many workers.
-        """
-        return self._explainer.explain(batch, kwargs, detail, links)
-
-    def profile(self) -> Profiling:
-        """Measure the training steps inside a ``with`` block.
-
-        Collective. The steps are ordinary ones: the first two warm up, up to ten are timed. What
-        they cost, and the step that follows from it by simulation, is in ``.result`` after the
-        block, on every worker::
-
-            with model.profile() as profiling:
-                model.train(1, loader)
-            print(profiling.result)                  # a table: predicted and measured
-            profiling.result.save("profile")         # a trace, a picture
-
-        Raises:
-            ConfigurationError: In one process, where ``torch.profiler`` serves, or in a job that
-                recovers from lost workers; or, at the end of the block, fewer than four steps of
-                one plan were run.
-        """
-        return Profiling(need_cluster(self._engine).profiler)
-
-    def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
-        """The placement that was resolved, as rules that give the same plan again.
-
-        Args:
-            batch: One batch, as for ``explain``.
-            kwargs: One batch, as keyword arguments.
-
-        Returns:
-            What ``gs.apply_placement`` takes. ``.place`` and ``gs.place`` in the code stay in force
-            beside it.
-        """
-        return self._explainer.placement(batch, kwargs)
-
-    def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
-        """Write the placement that was resolved to a file for ``gs.apply_placement``.
-
-        Args:
-            path: A YAML file, with a remark on every rule; JSON where the name ends in ``.json``.
-            batch: One batch, as for ``explain``.
-            kwargs: One batch, as keyword arguments.
-        """
-        self._explainer.save_placement(path, batch, kwargs)
-
     @overload
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -393,10 +320,11 @@ class Model(Shown, Steps):
             CheckpointError: The file is not there, or damaged.
             ConfigurationError: ``assign`` is true.
         """
-        if assign:
-            raise ConfigurationError(_ASSIGNED)
         is_flag = strict is None or isinstance(strict, bool)
         need("load_state_dict", "strict", strict, is_flag, "True or False")
+        need("load_state_dict", "assign", assign, isinstance(assign, bool), "False")
+        if assign:
+            raise ConfigurationError(_ASSIGNED)
         return self._stored.load_state_dict(state, {} if strict is None else {"strict": strict})
 
     @called("model.optimizer_state_dict")
@@ -412,6 +340,7 @@ class Model(Shown, Steps):
         need_optimizer(self._task, "optimizer_state_dict")
         return self._stored.optimizer_state_dict(to)
 
+    @called("model.load_optimizer_state_dict")
     def load_optimizer_state_dict(self, state: Any) -> None:
         """Load a full state of the optimizer, or a list of them, as ``optimizer_state_dict`` gives.
 
@@ -471,29 +400,3 @@ class Model(Shown, Steps):
     def position(self) -> Position:
         """How far training has come, what was before a loaded state included."""
         return self._states.position
-
-    @property
-    def last_losses(self) -> dict[str, torch.Tensor]:
-        """The scalars beside the loss of the last training step, by name, on every worker.
-
-        What network or ``loss_fn`` return beside the loss: entries of a mapping, attributes of an
-        object, or members of a tuple, by their position. With microbatches they are added up as the
-        loss is.
-        """
-        return self._explainer.last_losses()
-
-    @property
-    def last_outputs(self) -> Any:
-        """The network's results in the last training step, on every worker.
-
-        None without ``keep_outputs=True``. With microbatches, a list of what it returned for each.
-        """
-        return self._explainer.last_outputs()
-
-    @property
-    def last_gradient_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients before the last clipping, on every worker.
-
-        None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
-        """
-        return self._explainer.last_gradient_norm()

@@ -23,6 +23,7 @@ from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.own_step import guard_backward
 from graphsplit.planning.task import Task
+from graphsplit.text import called
 from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.engine import Engine
 from graphsplit.train.metrics import Metric
@@ -219,10 +220,12 @@ class Steps:
         stop_if_asked(self._engine, self._script)
         return guard_backward(loss)
 
+    @called("model.zero_grad")
     def zero_grad(self) -> None:
         """Reset the gradients, as ``train_step`` does first: to None, or to zeros."""
         self._calls.zero_grad()
 
+    @called("model.step")
     def step(self) -> None:
         """Use the gradients that ``forward_backward`` has added, as ``train_step`` does last.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "timeout_s": (lambda: untyped(gs.launch)(print, timeout_s="x"), "gs.launch: timeout_s='x'"),
     "log_dir": (lambda: untyped(gs.launch)(print, log_dir=5), "gs.launch: log_dir=5"),
     "launcher": (lambda: untyped(gs.launcher)(2), "gs.launcher: fn=2"),
-    "launcher workers": (lambda: untyped(gs.launcher)(workers="2"), "gs.launcher: workers='2'"),
+    "launcher workers": (
+        lambda: untyped(gs.launcher)(workers="2"),
+        r"gs.launcher\(..., workers='2'",
+    ),
     "min_delta": (lambda: gs.callbacks.EarlyStopping("Loss", min_delta=-1), "min_delta=-1"),
     "part": (lambda: untyped(gs.metrics.Loss)(5), "gs.metrics.Loss: part=5"),
     "error_if_nonfinite": (
@@ -99,6 +104,29 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "what is watched": (
         lambda: untyped(model().train)(1, LOADER, [EARLY(lambda context: None)]),
         r"EarlyStopping: metric\(context\)=None",
+    ),
+    "launcher timeout_s": (lambda: untyped(gs.launcher)(timeout_s="x"), "gs.launcher: timeout_s="),
+    "launcher restarts": (lambda: untyped(gs.launcher)(restarts="x"), "restarts='x'"),
+    "launcher log_dir": (lambda: untyped(gs.launcher)(log_dir=5), "gs.launcher: log_dir=5"),
+    "ignored nothing": (lambda: gs.ignore(nn.Linear(2, 2)), "gs.ignore: name=None"),
+    "ignored number": (lambda: gs.ignore(nn.Linear(2, 2), 5), "gs.ignore: name=5"),
+    "ignored entry": (lambda: gs.ignore([1], "x"), "gs.ignore: name='x'"),
+    "ignored text": (
+        lambda: gs.ignore("x", "y"),
+        "gs.ignore: a str has no .* 'y' to ignore\n  Fix: pass what holds",
+    ),
+    "assign": (lambda: untyped(model().load_state_dict)({}, assign=None), "assign=None"),
+    "gather of Checkpoint": (
+        lambda: untyped(gs.callbacks.Checkpoint)("x", gather="x"),
+        "Checkpoint: gather='x'",
+    ),
+    "extra of Checkpoint": (
+        lambda: untyped(gs.callbacks.Checkpoint)("x", extra=5),
+        "Checkpoint: extra=5",
+    ),
+    "seed": (
+        lambda: untyped(gs.microbatch_rng_state)("x", 1, 2),
+        "gs.microbatch_rng_state: seed='x'",
     ),
     "sender": (lambda: untyped(gs.send)(1.0, "x"), "send: dst='x'"),
 }
@@ -150,6 +178,41 @@ UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def public_calls() -> dict[str, Callable[..., Any]]:
+    """All public calls that take certain arguments, by the name that users write."""
+    own = {f"gs.{name}": getattr(gs, name) for name in dir(gs)}
+    own |= {f"model.{name}": getattr(model(), name) for name in dir(gs.Model)}
+    own |= {"net.place": untyped(nn.Linear(2, 2)).place, "gs.op(...).place": gs.op(torch.add).place}
+    own |= {"gs.clip.Value": gs.clip.Value, "gs.clip.GlobalNorm": gs.clip.GlobalNorm}
+    own |= {
+        one.__name__: one
+        for one in vars(gs.callbacks).values()
+        if isinstance(one, type)
+        and "__init__" in vars(one)
+        and issubclass(one, gs.callbacks.Callback)
+    }
+    found = {}
+    for name, call in own.items():
+        if not callable(call) or name.partition(".")[2].startswith("_"):
+            continue
+        kinds = {one.kind for one in inspect.signature(call).parameters.values()}
+        if not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            found[name] = call
+    return found
+
+
+PUBLIC = public_calls()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_call_tells_what_it_takes(name: str) -> None:
+    fix = rf"\n  Fix: {re.escape(name)}\("
+    with pytest.raises(TypeError, match=rf"^{re.escape(name)}\(\) takes .*without a name{fix}"):
+        PUBLIC[name](*range(30))
+    with pytest.raises(TypeError, match=rf"^{re.escape(name)}\(\) .*'qqq'{fix}"):
+        PUBLIC[name](qqq=1)
+
+
 @pytest.mark.parametrize("kind", UNFIT)
 def test_arguments_that_a_call_does_not_take_are_told_with_those_it_takes(kind: str) -> None:
     call, expected = UNFIT[kind]
@@ -165,6 +228,31 @@ def test_a_type_error_from_inside_a_call_stays_as_it_is() -> None:
     wrong = gs.Model(net, loss, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"loss.. takes 1 positional argument but 2 were given$"):
         wrong.train(1, LOADER)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("optimzer", "did you mean 'optimizer'"),
+        ("loss_func", "did you mean 'loss_fn'"),
+        ("criterion", "did you mean 'loss_fn'"),
+        ("microbatches", r"it is an argument of a new one: gs.Model\(..., microbatches="),
+    ],
+)
+def test_an_attribute_that_would_change_nothing_is_told(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=f"'Model' object has no attribute '{name}' .*{hint}"):
+        setattr(model(), name, None)
+
+
+def test_a_model_has_attributes_of_the_scripts() -> None:
+    class Own(gs.Model):
+        optimzer: Any = None  # the class says that it means it
+
+    one, other = untyped(model()), untyped(Own(nn.Linear(2, 2)))
+    one.best, one.loss, one.loss_fn = 0.5, 0.25, nn.MSELoss()
+    other.optimzer = other.microbatches = other._optimzer = 3
+    assert (one.best, one.loss) == (0.5, 0.25) and isinstance(one.network, nn.Linear)
+    assert isinstance(one.loss_fn, nn.MSELoss) and other.optimzer == other.microbatches == 3
 
 
 def test_place_without_a_module_is_told() -> None:

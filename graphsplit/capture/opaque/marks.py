@@ -83,7 +83,10 @@ def opaque(
         what.__dict__[_MODULE_ATTRIBUTE] = mark
         return what
     if not callable(what) or isinstance(what, type):
-        raise TypeError(f"gs.opaque takes a module or a function, not {described(what)}")
+        raise TypeError(
+            f"gs.opaque takes a module or a function, not {described(what)}\n"
+            f"  Fix: pass one, as in gs.opaque(net.layer), or write @gs.opaque above a function."
+        )
 
     @functools.wraps(what)
     def call(*args: Any, **kwargs: Any) -> Any:

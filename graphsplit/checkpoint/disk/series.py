@@ -16,7 +16,7 @@ from graphsplit.job import joined
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
-from graphsplit.text import described
+from graphsplit.text import called, described
 
 FIELDS = ("epoch", "step", "num_steps")
 _PLAIN_NAME = re.compile(r"[\w=+,@ -][\w.=+,@ -]*")
@@ -104,6 +104,7 @@ class Series:
         return found
 
 
+@called("gs.latest_checkpoint")
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The complete save in a folder that was saved last, on every worker; None if there is none.
 

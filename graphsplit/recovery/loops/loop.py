@@ -9,9 +9,10 @@ from typing import Any
 from graphsplit.job import joined
 from graphsplit.recovery.loops.body import Body
 from graphsplit.recovery.loops.script import LoopScript
-from graphsplit.text import need
+from graphsplit.text import called, need
 
 
+@called("gs.loop")
 def loop(
     source: Iterable[Any], keep: Sequence[Any] = (), *, numbered: bool = False
 ) -> Iterator[Any]:
@@ -55,5 +56,5 @@ def loop(
     if job is None or not isinstance(job.script, LoopScript):
         return enumerate(source) if numbered else iter(source)
     with job.reporting():
-        body = Body(sys._getframe(1))
+        body = Body(sys._getframe(2))
     return job.script.rounds(source, keep, body, numbered=numbered)

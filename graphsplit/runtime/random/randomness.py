@@ -12,8 +12,10 @@ from graphsplit.job.process_generators import (
     numpy_state,
     python_state,
 )
+from graphsplit.text import called, need
 
 
+@called("gs.microbatch_rng_state")
 def microbatch_rng_state(seed: int, step: int, microbatch: int) -> torch.Tensor:
     """The state in which the generator starts for one microbatch of a training step.
 
@@ -29,6 +31,9 @@ def microbatch_rng_state(seed: int, step: int, microbatch: int) -> torch.Tensor:
     Returns:
         A state for ``torch.default_generator.set_state``.
     """
+    for name, number in (("seed", seed), ("step", step), ("microbatch", microbatch)):
+        is_number = hasattr(type(number), "__index__") and not isinstance(number, bool)
+        need("gs.microbatch_rng_state", name, number, is_number, "a whole number")
     digest = hashlib.sha256(f"{seed} {step} {microbatch}".encode()).digest()
     generator = torch.Generator()
     generator.manual_seed(int.from_bytes(digest[:8], "little"))

@@ -12,7 +12,7 @@ import torch
 
 from graphsplit.checkpoint.disk.series import Series
 from graphsplit.errors import ConfigurationError
-from graphsplit.text import called, described
+from graphsplit.text import called, described, need
 from graphsplit.train.callbacks.base import Callback, RunContext
 
 
@@ -198,6 +198,9 @@ class Checkpoint(Callback):
         for name, every in (("every_steps", every_steps), ("every_epochs", every_epochs)):
             if every is not None and (type(every) is not int or every < 1):
                 raise ConfigurationError(f"{name}={every!r}; expected an int of 1 or more, or None")
+        need("Checkpoint", "gather", gather, isinstance(gather, bool), "True or False")
+        is_named = extra is None or isinstance(extra, Mapping)
+        need("Checkpoint", "extra", extra, is_named, "a dictionary, as in {'scheduler': scheduler}")
         self._series = Series(path, keep)
         self._every_steps, self._every_epochs = every_steps, every_epochs
         self._gather, self._extra = gather, extra
@@ -226,6 +229,7 @@ class Checkpoint(Callback):
 class ProgressBar(Callback):
     """A progress bar over the steps of each epoch, on worker 0."""
 
+    @called("ProgressBar")
     def __init__(self) -> None:
         self._bar: Any = None
 
