@@ -20,6 +20,8 @@ from graphsplit.errors import CaptureError, GraphsplitError
 
 # Folders of packages, not their names: a user's own folder may be called torch.
 OWN = f"{Path(__file__).parent}/"
+_INTEGRATIONS = f"{OWN}integrations/"
+_TRAINERS = re.compile("/site-packages/(accelerate|lightning|lightning_fabric|transformers)/")
 _PYTHON = f"{Path(contextlib.__file__).parent}/"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOWHERE = "(no line of your own code is involved)"
@@ -33,6 +35,15 @@ def is_own(file: str) -> bool:
 def own_and_torchs() -> tuple[str, ...]:
     """The folders of graphsplit and of torch, with which their files begin."""
     return _own_and_torchs(getattr(sys.modules.get("torch"), "__file__", None))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_trainers(file: str) -> bool:
+    """Whether a file is one of a library that trains for the script, or of what stands before it.
+
+    The script calls such a library; what that calls in turn, the script has not written.
+    """
+    return file.startswith(_INTEGRATIONS) or bool(_TRAINERS.search(file))
 
 
 def is_users(file: str) -> bool:

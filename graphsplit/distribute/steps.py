@@ -37,6 +37,7 @@ from graphsplit.optimizers.child_process import is_child
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.per_parameter import is_listed
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.data_attribute import watch_data
 from graphsplit.torch_ext.eager_mode import fuse_layers_of
@@ -65,8 +66,15 @@ def install(network: nn.Module, loop: Loop) -> None:
         register_optimizer_step_post_hook(after_step)
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The hook before a step: leave out what others own.
+
+    A closure runs here, with gradients, as PyTorch's own steps run it first of all.
+
+    Returns:
+        The arguments that the step gets instead, if any.
 
     Raises:
         ConfigurationError: It cannot be stepped worker by worker.
@@ -74,25 +82,19 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_stepping = any(one is optimizer for one, *_ in _under_way) or is_child()
     loop = _loop_of(parameters)
-    has_closure = any(a is not None for a in args[1:]) or kwargs.get("closure") is not None
-    if loop is None and has_closure and not is_stepping:  # the closure may make the first call
+    closure = next((a for a in args[1:] if a is not None), kwargs.get("closure"))
+    if loop is None and closure is not None and not is_stepping:  # it may make the first call
         loop = next((found for net, found in _networks.items() if _has_any(net, parameters)), None)
     if is_stepping or loop is None:
-        return
+        return None
+    _check_rules(optimizer, has_closure=closure is not None)
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    if closure is not None:
+        with torch.enable_grad():
+            found = closure()
+        given = (args[0], lambda: found), {}
     if not loop.is_in_backward:  # else a hook of one worker's parameter steps
         loop.taken.note_step(optimizer, settings_of(optimizer))
-    problems = rules_problems(optimizer, None, None)
-    if has_closure:
-        problems.append(
-            f"{type(optimizer).__name__}.step(closure) runs the network inside the step, on each "
-            f"worker another number of times; call backward before step()"
-        )
-    if problems:
-        raise ConfigurationError(
-            "optimizer.step(): "
-            + "\n  ".join(problems)
-            + "\n  Fix: use an optimizer that steps each parameter by itself, without a closure."
-        )
     loop.job.script.check_own_step(optimizer)
     state = settled(optimizer, loop)
     stepping = state.owned.stepping()
@@ -100,6 +102,28 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     plain = DisableTorchFunctionSubclass()
     plain.__enter__()
     _under_way.append((optimizer, loop, parameters, (plain, stepping)))
+    return given
+
+
+def _check_rules(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    """Refuse what cannot be stepped worker by worker.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    problems = rules_problems(optimizer, None, None)
+    if has_closure and not (problems or is_listed(optimizer)):
+        problems.append(
+            f"{type(optimizer).__name__}.step(closure) runs the network inside the step, and only "
+            f"of PyTorch's own optimizers, without step hooks, is it known to do so once and "
+            f"before all else; call backward before step()"
+        )
+    if problems:
+        raise ConfigurationError(
+            "optimizer.step(): "
+            + "\n  ".join(problems)
+            + "\n  Fix: use an optimizer that steps each parameter by itself, without a closure."
+        )
 
 
 def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:

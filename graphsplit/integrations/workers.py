@@ -17,7 +17,7 @@ from torch import nn
 from graphsplit.distribute.network import behind, distribute, gathered
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import CollectiveMismatchError, ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
@@ -25,6 +25,7 @@ from graphsplit.torch_ext.private import pytree
 
 T = TypeVar("T")
 _is_on_main = False
+_OF_GENERATORS = "generators"
 
 
 def workers() -> Job | None:
@@ -54,11 +55,19 @@ def refuse_other_generators(job: Job) -> None:
     Raises:
         ConfigurationError: They do.
     """
-    mine = hashlib.sha256(bytes(torch.default_generator.get_state().numpy())).hexdigest()
+    state = bytes(torch.default_generator.get_state().numpy())
+    mine = f"{_OF_GENERATORS} {hashlib.sha256(state).hexdigest()}"
 
     def run() -> None:
         with job.reporting():
-            if len(set(job.control.exchange(mine))) > 1:
+            told = job.control.exchange(mine)
+            if not all(text.startswith(_OF_GENERATORS) for text in told):
+                raise CollectiveMismatchError(
+                    "this worker gives a loader to its trainer, and another one is elsewhere\n"
+                    "  Fix: call what trains, evaluates or predicts on every worker, and not below "
+                    "an `if` on the rank."
+                )
+            if len(set(told)) > 1:
                 raise ConfigurationError(
                     "the workers' random generators differ, so each would shuffle otherwise\n"
                     "  Fix: seed all alike, as in set_seed(seed) without device_specific=True."
@@ -83,9 +92,11 @@ def _save_on_main(network: Any, job: Job) -> None:
     network.config.dtype = str(network.dtype).removeprefix("torch.")
     network.config.architectures = [type(network).__name__]
     save = network.save_pretrained
-    network.save_pretrained = lambda *args, **kwargs: on_main(
-        job, partial(save, *args, **kwargs), [network], []
-    )
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        on_main(job, partial(save, *args, **kwargs), [network], [])
+
+    network.save_pretrained = save_pretrained
 
 
 def _refuse_generate(*args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from graphsplit.cluster.scheduler.job.divergence import (
 )
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
 from graphsplit.errors import ConfigurationError, JobFailedError, PlanMismatchError
+from graphsplit.frames import OWN
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 
@@ -335,3 +337,34 @@ def test_a_models_calls_are_noted_while_they_last():
     assert history.made().num == 2 and history.made().within is None
     looks = Calls(history)
     assert Script(history).around(None, looks, changes_nothing=True) is looks
+
+
+def in_a_file(name: str, file: str, run: Any) -> Any:
+    """A function of a file that runs another one."""
+    found: dict[str, Any] = {"run": run}
+    exec(compile(f"def {name}():\n    run()", file, "exec"), found)
+    return found[name]
+
+
+ACCELERATE = "/env/lib/python3/site-packages/accelerate/accelerator.py"
+INTEGRATIONS = f"{OWN}integrations/accelerate.py"
+
+
+@pytest.mark.parametrize("file", [ACCELERATE, INTEGRATIONS])
+@pytest.mark.parametrize(
+    ("call", "outer", "told"),
+    [
+        ("state_dict", "save_state", "save_state"),
+        ("state_dict", "train", "state_dict"),  # what a loop does inside, the script does not know
+        ("a call of Sequential", "save_state", "a call of Sequential"),
+    ],
+)
+def test_a_call_of_a_trainer_is_told_as_the_script_has_made_it(
+    file: str, call: str, outer: str, told: str
+):
+    history = CallHistory()
+    inner = in_a_file("get_state_dict", ACCELERATE, partial(history.begin, call))
+    in_a_file(outer, file, inner)()
+    within = history.made().within
+    assert within is not None and within.name == told
+    assert within.source.endswith("test_a_call_of_a_trainer_is_told_as_the_script_has_made_it")

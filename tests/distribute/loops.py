@@ -299,8 +299,36 @@ def similar(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+def by_closures(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Steps with a closure, as skorch makes them; the first one makes the network's first call."""
+    net = small(ranks)
+    body = torch.optim.Adam([*net.first.parameters(), *net.second.parameters()], lr=0.01)
+    head = torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(head, 2, 0.5)
+    net = distribute(net)
+    for step in range(5):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        optimizer: Any = (body, head)[step % 2]
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            return loss
+
+        with torch.no_grad():  # the closure has gradients all the same
+            loss = optimizer.step(closure) if step < 3 else optimizer.step(closure=closure)
+        yield loss.item(), len(body.state), len(head.state)
+        if optimizer is head:
+            schedule.step()
+    yield body.state_dict(), head.state_dict()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
 LOOPS: tuple[Loop, ...] = (
     usual,
+    by_closures,
     similar,
     several,
     language,

@@ -248,6 +248,27 @@ def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
     assert "in an own loop by clip_grad_norm_ before the step" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["hooked", "own"])
+def test_a_closure_is_refused_where_it_may_not_come_first(kind: str) -> None:
+    def stepping(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net = distribute(small(ranks))
+        optimizer = (Sharp if kind == "own" else torch.optim.SGD)(net.parameters(), lr=0.1)
+        if kind == "hooked":
+            optimizer.register_step_pre_hook(lambda *_: None)
+        yield optimizer.step(lambda: net(torch.randn(6, 8)).sum())
+
+    name = "Sharp" if kind == "own" else "SGD"
+    assert f"{name}.step(closure) runs the network inside the step" in raised(stepping)
+
+
+class Sharp(torch.optim.SGD):
+    """Runs the closure twice, as sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
 class Around(torch.optim.SGD):
     """It never calls ``__init__`` of its base class; it has the hooks that timm's has."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import Trainer, TrainingArguments
 
 from graphsplit.distribute import network
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, GraphsplitError
 from graphsplit.feeding.loader_checks import watch_loaders
 from graphsplit.integrations import lightning as lightning_strategy
 from graphsplit.integrations.lightning import GraphsplitStrategy
+from graphsplit.integrations.workers import refuse_other_generators
 from graphsplit.job import joined
 
 DATA = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
@@ -92,3 +94,17 @@ def test_a_trainer_refuses_a_loader_that_gives_shares(
     with pytest.raises(ConfigurationError, match="DistributedSampler of num_replicas=2") as caught:
         train(DataLoader(DATA, 3, sampler=DistributedSampler(DATA, 2, 0)), tmp_path)
     assert "Fix: pass the whole data on every worker" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [("generators 0", "random generators differ"), ("x", "another one is elsewhere")],
+)
+def test_a_worker_that_is_elsewhere_is_not_taken_for_other_random_numbers(
+    other: str, told: str
+) -> None:
+    control = SimpleNamespace(exchange=lambda mine: [mine, other])
+    script = SimpleNamespace(collective=lambda call: call())
+    job: Any = SimpleNamespace(control=control, script=script, reporting=nullcontext)
+    with pytest.raises(GraphsplitError, match=told):
+        refuse_other_generators(job)

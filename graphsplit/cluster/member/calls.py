@@ -19,13 +19,14 @@ from weakref import WeakKeyDictionary
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
 from graphsplit.errors import ConfigurationError
-from graphsplit.frames import line_at, own_and_torchs
+from graphsplit.frames import is_trainers, is_users, line_at, own_and_torchs
 from graphsplit.text import cut_end, encodable
 
 _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]
 _Calls = tuple[_Call, int]  # the last of some, and how many they are
 T = TypeVar("T")
+_LOOPS = ("train", "fit")  # of trainers: what these call is told by its own name
 
 _IN_METRIC = (
     "cannot be called in a metric: metrics run on one worker alone, where the outputs are, and the "
@@ -164,7 +165,10 @@ class CallHistory:
                 f"  Fix: call it in the thread that trains, as in a callback."
             )
         self._thread = thread
-        call = (name, milestones, _caller(sys._getframe(1), self._skipped))
+        where, trainers = _caller(sys._getframe(1), self._skipped)
+        if trainers and trainers not in _LOOPS and name.isidentifier():
+            name = trainers  # so the script knows it
+        call = (name, milestones, where)
         self._state = (num + 1, milestones, _joined(latest, call), (*within, call))
 
     def end(self) -> None:
@@ -209,10 +213,21 @@ class _Noted:
         return noted
 
 
-def _caller(frame: FrameType | None, skipped: tuple[str, ...]) -> _Where:
-    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+def _caller(frame: FrameType | None, skipped: tuple[str, ...]) -> tuple[_Where, str]:
+    """The script's line, and the function of a trainer that it calls, if it does not call us."""
+    where, trainers = None, ""
+    while frame is not None:
+        code = frame.f_code
+        is_within = is_trainers(code.co_filename)
+        if is_within:
+            trainers = code.co_name
+        if not code.co_filename.startswith(skipped):
+            is_script = not is_within and (where is None or is_users(code.co_filename))
+            where = (code, frame.f_lineno) if is_script or where is None else where
+            if is_script:
+                break
         frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lineno)
+    return where, trainers
 
 
 def _joined(latest: tuple[_Calls, ...], call: _Call) -> tuple[_Calls, ...]:
