@@ -57,15 +57,8 @@ class OpaqueMemory:
                     known[module] = _copied(_attributes(module))
         return found
 
-    def kept(self, *, is_all: bool) -> dict[str, dict[str, Any]]:
-        """The attributes of each module that are not what they were first.
-
-        Args:
-            is_all: Whether what cannot be written is an error; else it is left out.
-
-        Raises:
-            StateError: One of them cannot be written; names it.
-        """
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """The attributes of each module that are not what they were first."""
         found = {}
         for path, module in self._modules().items():
             now, first, agreed = _attributes(module), self._first[module], self._agreed[module]
@@ -73,21 +66,19 @@ class OpaqueMemory:
             rest = {n: v for n, v in now.items() if n not in here}
             alike = {n: v for n, v in rest.items() if not is_same(v, first.get(n, _MISSING))}
             left_out: list[str] = []
-            refused = None if is_all else left_out
             found[path] = {
-                "alike": _written(path, alike, refused),
-                "here": _written(path, here, refused),
+                "alike": _written(alike, left_out),
+                "here": _written(here, left_out),
                 "gone": [name for name in {**first, **agreed} if name not in now],
                 "left out": left_out,
             }
         return found
 
-    def put_back(self, kept: Memory, *, is_own: bool) -> None:
+    def put_back(self, kept: Memory) -> None:
         """Let the attributes be as when ``kept`` was called.
 
         Args:
-            kept: What it gave, here; or what ``together`` made of what it gave on all workers.
-            is_own: Whether it is this worker's alone.
+            kept: What ``together`` made of what it gave on all workers.
         """
         for path, module in self._modules().items():
             if path not in kept:  # a save of an earlier version
@@ -103,9 +94,7 @@ class OpaqueMemory:
                 there = held.get(name, MISSING)
                 if not is_same(there, value):  # into the containers that are there: plans hold them
                     held[name] = put_into(freeze(_copied(value)), there)
-            # What it has changed alone stays so.
-            agreed |= dict.fromkeys(here, _MISSING) if is_own else values
-            self._agreed[module] = _copied(agreed)
+            self._agreed[module] = _copied({**agreed, **values})
 
 
 def together(kept: Sequence[Memory]) -> dict[str, dict[str, Any]]:
@@ -146,21 +135,14 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _written(path: str, changed: Mapping[str, Any], left_out: list[str] | None) -> dict[str, Any]:
-    """Those that can be written; other names go to a list, or are refused if there is none."""
+def _written(changed: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
+    """Those that can be written; the names of others go to a list."""
     found = {}
     for name, value in changed.items():
         try:
             encode(value, {}, path=name)
             found[name] = value
-        except StateError as error:
-            if left_out is None:
-                raise StateError(
-                    f"the module {path.partition('.')[2]!r} is kept whole, and its code "
-                    f"changes its attribute {name!r}, which no snapshot can hold: {error}\n"
-                    f"  Fix: keep it in a buffer, or in plain values; or start the job with "
-                    f"fail_fast."
-                ) from None
+        except StateError:
             left_out.append(name)
     return found
 

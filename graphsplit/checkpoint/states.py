@@ -224,7 +224,7 @@ class States:
             contents.add_section(
                 by_worker.name_of(CALLBACKS, group.rank), states_of(self.run.callbacks)
             )
-            contents.add_section(f"{WHOLE}{group.rank}", self.memory.kept(is_all=False))
+            contents.add_section(f"{WHOLE}{group.rank}", self.memory.kept())
             if self._task.num_kept:
                 contents.add_section(*self._kept())
             return contents
@@ -312,7 +312,7 @@ class States:
                 value.load_state_dict(values["more"][name])
             if isinstance(values.get("python"), dict):  # not in those of earlier versions
                 self._holder.note_put(self.python.put(values["python"]))
-            self.memory.put_back(memory, is_own=False)
+            self.memory.put_back(memory)
             self._take_over(found, values)
             self._holder.progress.checksums.clear()  # other batches may follow
             self._put_kept([v for n, v in values.items() if n.startswith(KEPT)], is_own=False)
@@ -371,7 +371,6 @@ class States:
             "loader": self._loader_section(process),
             by_worker.name_of(CALLBACKS, rank): states_of(self.run.callbacks),
             by_worker.name_of(RESUMPTION, rank): resumption,
-            f"{WHOLE}{rank}": self.memory.kept(is_all=True),
             **dict([self._kept()] if self._task.num_kept else []),
         }
 
@@ -388,8 +387,6 @@ class States:
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         self._take_over(found, values)
-        (memory,) = (v for n, v in values.items() if n.startswith(WHOLE))  # it had another rank
-        self.memory.put_back(memory, is_own=True)
         self._put_kept([values.get(f"{KEPT}{rank}", {})], is_own=True)
         self.end_run(values, inside=inside)
 

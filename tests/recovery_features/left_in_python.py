@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +119,56 @@ def _net(told: Callable[[torch.Tensor], float], *, place: bool) -> nn.Module:
 @feature
 def counted_by_code_kept_whole(place: bool = True) -> Any:
     net = _net(counting(), place=place)
+    return trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)))
+
+
+Pair = namedtuple("Pair", "count mean")
+
+
+class Holding(nn.Module):
+    """Writes into tensors in place, and fills containers of many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.means = [torch.zeros(8), {"also": torch.ones(8)}]
+        self.table, self.sums = torch.zeros(8), torch.zeros(2)
+        self.by_parity: dict[bool, list[float]] = defaultdict(list)
+        self.last: Any = OrderedDict()
+        self.queue: Any = deque(maxlen=3)
+        self.pair = Pair(0, self.sums)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x)
+        mean = found.detach().mean(0)
+        if mean.sum() > 1e9:
+            return found
+        of_pair = self.pair.count + self.pair.mean.sum()
+        before = self.means[0] + self.means[1]["also"] + self.table + 0.01 * of_pair
+        for tensor in (self.means[0], self.means[1]["also"], self.table):
+            tensor.mul_(0.5).add_(mean)
+        self.queue.append(mean[:4])
+        self.last = OrderedDict(mean=mean * 0.25, before=self.last.get("mean", 0.0))
+        self.pair = Pair(self.pair.count + 1, mean[:2])
+        self.by_parity[self.pair.count % 2 == 0].append(float(mean[0]))
+        told = sum(map(sum, self.by_parity.values())) + float(sum(self.queue).sum())
+        return found + 0.01 * (before + self.last["before"] + told)
+
+
+@feature
+def held_by_code_kept_whole(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), Holding(), nn.Linear(8, 3))
+    put(net, "0", "1", "2", place=place)
+    return trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)))
+
+
+@feature
+def held_by_a_marked_module(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    middle = gs.opaque(Holding(), outputs=lambda x: torch.empty_like(x))
+    net = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 3))
+    put(net, "0", "1", "2", place=place)
     return trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)))
 
 

@@ -7,7 +7,6 @@ builds them: each is told first who owns what, and then given its values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from graphsplit.capture.state.kept_names import is_kept_name, register_again
 from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.forms import forget_waiting_forms, kept_forms, put_forms
-from graphsplit.checkpoint.opaque_memory import OpaqueMemory
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.distribute.network import behind
 from graphsplit.distribute.states import hide_others, show_here, state_of
@@ -58,7 +56,6 @@ class LoopNetworks:
         for one in machineries:
             for planner in one.planners():
                 planner.task.ways = one.task.ways
-        self._memories = [OpaqueMemory(partial(dict, network=net)) for _, net in self._all()]
 
     def _all(self) -> Iterator[tuple[int, nn.Module]]:
         """Those that are in use, each with its number."""
@@ -87,8 +84,9 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        parts = zip(self._all(), self._memories, self._scalars, self._left, strict=True)
-        for (index, network), memory, scalars, left in parts:
+        for (index, network), scalars, left in zip(
+            self._all(), self._scalars, self._left, strict=True
+        ):
             if is_deferred(network):
                 continue  # not used yet
             path = f"net{index}"
@@ -101,7 +99,6 @@ class LoopNetworks:
                 "scalars": scalars.changed(),
                 "attributes": machinery.python_values(),
                 "forms": kept_forms(machinery.task),
-                "whole": memory.kept(is_all=True),
                 "left": left.kept(machinery.planners(), self._loop.rank)["values"],
                 "extra": extra_states(network),
             }
@@ -137,7 +134,6 @@ class LoopNetworks:
             self._scalars[at].put(values["scalars"])
             register_again(network, values["attributes"])
             machinery.put_python_values(values["attributes"])
-            self._memories[at].put_back(values["whole"], is_own=True)
             self._left[at].put_back([{"values": values["left"], "here": ()}])
             for parameter, is_trained in zip(network.parameters(), values["trained"], strict=True):
                 parameter.requires_grad_(is_trained)

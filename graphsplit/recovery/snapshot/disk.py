@@ -26,7 +26,6 @@ from typing import Any
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import KEPT, CheckpointContents
 from graphsplit.checkpoint.disk.files import no_tick
-from graphsplit.checkpoint.opaque_memory import WHOLE
 from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
@@ -37,7 +36,7 @@ from graphsplit.security.private_files import open_to_read, replace_file
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
-VERSION = 4
+VERSION = 5
 MAX_BYTES = 1 << 30
 KEEP = 2
 WRITTEN, COMPLETE = "written", "complete"
@@ -259,7 +258,7 @@ def told_sections(contents: CheckpointContents, rank: int, loader_rank: int) -> 
     def counts(section: str) -> bool:
         if section == "optimizers":
             return True
-        if section.startswith((WHOLE, KEPT, LEFT)) or by_worker.saver_of(section) is not None:
+        if section.startswith((KEPT, LEFT)) or by_worker.saver_of(section) is not None:
             return True  # every worker has its own
         return rank == (loader_rank if section == "loader" else 0)
 

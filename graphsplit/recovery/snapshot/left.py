@@ -3,7 +3,7 @@
 All workers have it after each step, but a worker that comes back has it as the script built it. So
 a snapshot holds what is other than that, by the ways that lead there (see ``capture.reach.ways``):
 numbers, texts, tensors, containers of them, generators. Two places that hold one container do so
-again. What is inside modules that ``gs.opaque`` has marked is kept by ``OpaqueMemory``.
+again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
 
 from graphsplit.capture.graph import Mode
-from graphsplit.capture.opaque.marks import marked_ones
 from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.ways import Ways, reachable
@@ -24,13 +23,7 @@ from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.task import Task
-from graphsplit.recovery.snapshot.trees import (
-    CONTAINERS,
-    TreeReader,
-    TreeWriter,
-    UnwritableError,
-    Written,
-)
+from graphsplit.recovery.snapshot.trees import TreeReader, TreeWriter, UnwritableError, Written
 
 LEFT = "left "  # and a rank: the section of what is left there
 
@@ -83,7 +76,7 @@ class LeftInPython:
         found: dict[str, Written] = {}
         for way, call in self._reached.items():
             holder = self._ways.holders[way]
-            if way in self._changing or holder.has_changed():
+            if way in self._changing or holder.has_changed() or _has_tensors(holder.items()):
                 self._changing.add(way)
                 try:
                     found[way] = writer.written(holder)
@@ -133,10 +126,8 @@ class LeftInPython:
                 self._note(latest.plan, rank)
 
     def _note(self, plan: PartitionPlan, rank: int) -> None:
-        inside, workers = _inside_marked(self._roots().values()), plan.placed.workers
-        calls = opaque_calls(plan, on_copies=True)
+        calls, workers = opaque_calls(plan, on_copies=True), plan.placed.workers
         found = [(workers[at], call, one) for at, call in calls for one in _of(call)]
-        found = [one for one in found if one[2].key not in inside]
         for worker, call, holder in found:
             way = self._ways.way_of.get(holder.key)
             is_changing = holder.key in call.reached.changed
@@ -167,18 +158,12 @@ def _of(call: OpaqueCall) -> Iterator[Holder]:
             yield holder
 
 
-def _inside_marked(tops: Iterable[Any]) -> set[int]:
-    """The ids of the attributes of marked modules, and of all containers in there."""
-    modules = [top for top in tops if isinstance(top, nn.Module)]
-    inside = {m for top in modules for marked in marked_ones(top) for m in marked.modules()}
-    waiting: list[Any] = [vars(module) for module in inside]
-    found: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) not in found and isinstance(one, CONTAINERS):
-            found.add(id(one))
-            waiting += one.values() if isinstance(one, dict) else one
-    return found
+def _has_tensors(items: Iterable[Any]) -> bool:
+    """Whether there are tensors: they are written to in place, which no holder tells."""
+    return any(
+        isinstance(one, torch.Tensor) or (isinstance(one, tuple) and _has_tensors(one))
+        for one in items
+    )
 
 
 def _error(call: OpaqueCall | None, holder: Holder, reason: str = "") -> StateError:

@@ -5,7 +5,7 @@ A value is a list that begins with what it is::
     value       ["v", 3]                    and whatever else can be written
     way         ["w", way]                  a thing that the script has built
     container   ["n", number, kind, ...]    made by code; what is met again is ["r", number]
-    tuple       ["t", [...]]
+    tuple       ["t", [...]]                and the way to its class, where it has one
     contents    ["l", [...]]                of the list, set or queue that is the holder itself
     generator   ["g", state]
     nothing     ["gone"]                    an empty cell, a global that was deleted
@@ -13,7 +13,7 @@ A value is a list that begins with what it is::
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +31,8 @@ from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.torch_ext.attributes import MODULES, PARAMETERS, is_of_user
 
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 Written = list[list[Any]]  # of each entry its key, and its value where that is not as it was built
-_MADE = {kind.__name__: kind for kind in (dict, list, set, deque)}
+_MADE = {kind.__name__: kind for kind in (dict, OrderedDict, list, set, deque)}
 
 
 class UnwritableError(Exception):
@@ -71,9 +70,10 @@ class TreeWriter:
             was = built.get(key, NOTHING)
             try:
                 tree = self._content(value) if key == "" else self._tree(value)
-            except UnwritableError:
+            except UnwritableError as error:
                 if value is not was:
-                    raise
+                    where = "" if key == "" else f", under {key!r}"
+                    raise UnwritableError(f"{error}{where}") from None
                 tree = None
             if can_be_written(key):
                 found.append([key] if tree is None else [key, tree])
@@ -92,8 +92,9 @@ class TreeWriter:
             return ["gone"]
         if id(value) in self._ways:
             return ["w", self._ways[id(value)]]
-        if kind is tuple:
-            return ["t", [self._tree(item) for item in value]]
+        if kind is tuple or (isinstance(value, tuple) and id(kind) in self._ways):
+            of = [] if kind is tuple else [self._ways[id(kind)]]
+            return ["t", [self._tree(item) for item in value], *of]
         if kind.__name__ in _MADE and kind is _MADE[kind.__name__]:
             return self._made(value)
         if isinstance(value, torch.Tensor):
@@ -162,16 +163,21 @@ class TreeReader:
         if kind == "v":
             return with_stand_ins(put_into(freeze(rest[0]), there), self._network)
         if kind == "w":
-            if rest[0] not in self._ways.things:
-                raise StateError(f"{rest[0]} is in a snapshot, and was not found here")
-            return self._ways.things[rest[0]]
+            return self._thing(rest[0])
         if kind == "r":
             return self._made[rest[0]]
         if kind in ("t", "l"):
             old = list(there) if isinstance(there, (list, tuple)) else []
             items = self._items(rest[0], old)
-            return tuple(items) if kind == "t" else items
+            if kind == "l":
+                return items
+            return tuple.__new__(self._thing(rest[1]) if rest[1:] else tuple, items)
         return NOTHING if kind == "gone" else self._container(*rest, there=there)
+
+    def _thing(self, way: str) -> Any:
+        if way not in self._ways.things:
+            raise StateError(f"{way} is in a snapshot, and was not found here")
+        return self._ways.things[way]
 
     def _items(self, trees: Sequence[Any], old: Sequence[Any]) -> list[Any]:
         return [
