@@ -22,6 +22,7 @@ from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_draws_on_devices, refuse_redrawn
 from graphsplit.partition.checks.replicated import is_evaluated_apart, refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
+from graphsplit.partition.checks.sparse import refuse_sent_sparse
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
@@ -201,6 +202,7 @@ def make_plan(
     if is_evaluated and part.num_microbatches > plan.together:
         raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
     plan = _with_blocks(plan, task, part)
+    refuse_sent_sparse(plan)
     if part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)

@@ -8,7 +8,8 @@ these are elsewhere. Nothing in a training step looks at them, so the step is th
                                                      fold: m and v into mean and var, later
 
 With a momentum of 1 the norm leaves the statistics of its own input; see ``fold_statistics``.
-They, and ``x``, are kept until their microbatch's turn has come. The same holds for every buffer of
+They, and ``x``, are kept until their microbatch's turn has come; an instance norm is run again for
+its statistics then. The same holds for every buffer of
 which nobody reads more than its own updates do: counters, moving averages of what forward computes.
 """
 
@@ -33,6 +34,8 @@ from graphsplit.torch_ext.private import OpOverload, has_kernel
 
 _TAKEN_APART = "CompositeImplicitAutograd"
 _BATCH_NORM = torch.ops.aten.batch_norm.default
+_INSTANCE_NORM = torch.ops.aten.instance_norm.default
+_NORMS = (_BATCH_NORM, _INSTANCE_NORM)  # of the same arguments
 _STATISTICS, _MOMENTUM = slice(3, 5), 6
 
 
@@ -51,20 +54,22 @@ def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
     copies: dict[FxNode, FxNode] = {}
     origins: dict[str, str] = {}
     for node in graph.fx_graph.nodes:
-        if node in taken and node.target is not _BATCH_NORM:
+        if node in taken and node.target not in _NORMS:
             continue
         own = _own_statistics(node, made) if node in taken else ()
         origins.update((one.name, node.name) for one in own if one is not None)
         copies[node] = copy = made.node_copy(node, copies.__getitem__)
         if own:
-            before, after = copy.args[: _STATISTICS.start], copy.args[_STATISTICS.stop + 1 :]
-            copy.args = (*before, *own, True, 1.0, *after[1:])
+            before, after = copy.args[: _STATISTICS.start], copy.args[_MOMENTUM + 1 :]
+            copy.args = (*before, *own, True, 1.0, *after)
     updates = tuple(_fold(graph, update, copies) for update in found)
     return dataclasses.replace(rebuilt(graph, made, origins=origins), buffer_updates=updates)
 
 
 def _own_statistics(node: FxNode, made: Graph) -> tuple[FxNode | None, FxNode | None]:
-    """Where a norm leaves the statistics of its input; None where they are not of its dtype."""
+    """Where a norm leaves the statistics of its input; None where it is run again for them."""
+    if node.target is _INSTANCE_NORM:
+        return None, None
     x, *statistics = (node.args[0], *node.args[_STATISTICS])
     assert isinstance(x, FxNode)
     found: list[FxNode] = []
@@ -144,7 +149,7 @@ class _Finder:
             new = self._touching[waiting.pop()] - operations
             while new:  # what is computed from a buffer goes with it
                 operations |= new
-                pure = [node for node in new if node.target is not _BATCH_NORM]
+                pure = [node for node in new if node.target not in _NORMS]
                 new = {u for node in pure for u in node.users if u.op != "output"} - operations
             for other, touching in self._touching.items():
                 if other not in buffers and touching & operations:
@@ -166,20 +171,20 @@ class _Finder:
                 return None
             others = self._read_by(node)
             for operand in others:
-                is_made = operand in operations and operand.target is not _BATCH_NORM
+                is_made = operand in operations and operand.target not in _NORMS
                 if operand in held or is_made:
                     continue
                 if not self._can_be_kept(operand, node):
                     return None
                 reads[operand] = None
-            if node.target is _BATCH_NORM and not set(node.args[_STATISTICS]) <= {*held}:
+            if node.target in _NORMS and not set(node.args[_STATISTICS]) <= {*held}:
                 return None
         return _Update(held, ordered, tuple(reads))
 
     @staticmethod
     def _read_by(node: FxNode) -> Sequence[FxNode]:
         """The operands that an update needs."""
-        if node.target is not _BATCH_NORM:
+        if node.target not in _NORMS:
             return node.all_input_nodes
         read = (node.args[0], *node.args[_STATISTICS], node.args[_MOMENTUM])
         return [n for n in read if isinstance(n, FxNode)]
@@ -197,6 +202,8 @@ class _Finder:
         keys = _TAKEN_APART, *(f"Autocast{device.upper()}" for device, _ in autocasts)
         if autocasts and any(has_kernel(node.target.name(), key) for key in keys):
             return False  # it, or what it is made of, would see other dtypes
+        if node.target is _INSTANCE_NORM:
+            return self._is_as_without_statistics(node)
         if one.requires_grad or one.is_random or one.meta is None:
             return False
         return all(user in operations for user in node.users)
@@ -217,7 +224,7 @@ class _Finder:
         if is_number(value):
             return True
         one = self._node.get(value)
-        is_input = one is not None and one.kind is NodeKind.INPUT and user.target is _BATCH_NORM
+        is_input = one is not None and one.kind is NodeKind.INPUT and user.target in _NORMS
         if one is None or one.meta is None or not (is_input or one.kind is NodeKind.OPERATION):
             return False
         return not any(
@@ -228,19 +235,22 @@ class _Finder:
 
 def _fold(graph: CapturedGraph, update: _Update, copies: Mapping[FxNode, FxNode]) -> BufferUpdate:
     made = Graph()
-    norms = [node for node in update.operations if node.target is _BATCH_NORM]
+    norms = [node for node in update.operations if node.target in _NORMS]
     left = [one for node in norms for one in copies[node].args[_STATISTICS] if one is not None]
     known = {node: made.placeholder(node.name) for node in (*update.buffers, *update.reads)}
     own = {one: made.placeholder(one.name) for one in left if isinstance(one, FxNode)}
     for node in update.operations:
-        if node.target is not _BATCH_NORM:
+        if node.target not in _NORMS:
             known[node] = made.node_copy(node, known.__getitem__)
             continue
         x, mean, var = (known[n] for n in (node.args[0], *node.args[_STATISTICS]))  # type: ignore[index]
         momentum: Any = node.args[_MOMENTUM]
         momentum = known.get(momentum, momentum)
         statistics = [own[n] for n in copies[node].args[_STATISTICS] if isinstance(n, FxNode)]
-        if statistics:
+        if node.target is _INSTANCE_NORM:
+            own_args = (x, None, None, mean, var, True, momentum, *node.args[_MOMENTUM + 1 :])
+            made.call_function(_INSTANCE_NORM, own_args)
+        elif statistics:
             made.call_function(fold_statistics, (x, mean, var, *statistics, momentum))
         else:
             arguments = (x, mean, var, momentum)

@@ -142,6 +142,94 @@ def test_batch_norm_and_moving_averages(
     )
 
 
+class OfInstances(nn.Module):
+    """Instance norms with running statistics, one of them of the input and without a momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.InstanceNorm2d(2, track_running_stats=True, momentum=None),
+            nn.Conv2d(2, 4, 3),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True, momentum=0.3),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+        )
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("place", [whole(2, 0, 1), stage], ids=["three", "one stage"])
+def test_instance_norms_with_running_statistics(place: Any, order: str) -> None:
+    assert_same_bits(
+        OfInstances,
+        images(12, 14, 12),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=place,
+        microbatches=4,
+        gradient_order=order,
+    )
+
+
+class Averaging(Images):
+    """A norm that asks for its counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Sequential(nn.Conv2d(2, 4, 3)), nn.BatchNorm1d(3, momentum=None)
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "why"),
+    [
+        (
+            Averaging,
+            torch.randn(8, 2, 6, 6),
+            r"BatchNorm1d \(norm\) is kept whole, and changes buff",
+        ),
+        (Words, torch.zeros(8, dtype=torch.long), "the gradient of embed.weight is sparse"),
+    ],
+)
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_what_replicas_cannot_run_is_refused_in_the_plan(
+    make: Any, x: torch.Tensor, why: str, order: str
+) -> None:
+    def make_task() -> Task:
+        net = make().place("MS_WORKER", [0, 1])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options: Any = {"divider": Divider(4), "gradient_order": order}
+        return Task(net, rows_against_target, optimizer, "affinity", False, **options)
+
+    cluster = SimulatedCluster(make_task, 2, captures=Captures())
+    with pytest.raises(PlacementError, match=why):
+        cluster.train_step(((x, torch.zeros(8)), {}))
+
+
+def test_a_sparse_gradient_stays_beside_replicas_on_its_worker() -> None:
+    def place(net: Any) -> None:
+        net.head.place("MS_WORKER", [0, 1])
+        net.embed.place("MS_WORKER", 1)
+
+    words = [(torch.arange(8) % 5, torch.ones(8))] * 2
+    assert_same_bits(
+        Words, words, num_workers=2, loss_fn=rows_against_target, place=place, microbatches=4
+    )
+
+
 @pytest.mark.parametrize("place", [whole(0, 1, 2), whole(2, 0)], ids=["three", "two"])
 def test_a_norm_among_branches_skips_and_shared_weights(place: Any) -> None:
     generator = torch.Generator().manual_seed(1)

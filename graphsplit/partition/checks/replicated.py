@@ -8,6 +8,7 @@ import torch
 
 from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.operations.effects import written_operands
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
@@ -100,7 +101,10 @@ def _problems_of(graph: CapturedGraph) -> Iterator[str]:
     devices = {n.meta.device for n in graph.nodes if n.meta is not None} - {CPU}
     if devices:
         yield f"it has tensors on {', '.join(sorted(devices))}, and replicas add up on CPUs alone"
-    for position in sorted(graph.modified):
+    kept = [(f, call) for f in graph.fx_nodes.values() if (call := opaque_call(f)) is not None]
+    written = {graph.positions.get(one.name) for f, _ in kept for one in written_operands(f)}
+    by_kept = {p for p in graph.modified & written if graph.nodes[p].is_state}
+    for position in sorted(graph.modified - by_kept):
         node = graph.nodes[position]
         what = "an input" if not node.is_state else told(node.kind.value, node.target)
         yield (
@@ -110,8 +114,7 @@ def _problems_of(graph: CapturedGraph) -> Iterator[str]:
         )
     if graph.draws_from_process:
         yield "forward draws from Python's or NumPy's generator, which runs through microbatches"
-    for fx_node in graph.fx_nodes.values():
-        call = opaque_call(fx_node)
-        if call is not None:
-            yield f"{call.label} is kept whole, and may keep something between microbatches"
-            return
+    for _, call in kept[:1]:
+        changed = [told("buffer", graph.nodes[p].target) for p in sorted(by_kept)]
+        does = f"changes {', '.join(changed)}" if changed else "may keep something"
+        yield f"{call.label} is kept whole, and {does} between microbatches"
