@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recovery_features.left_in_python import Holding
 from recovery_features.networks import OtherForms
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
+from graphsplit import opaque
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.errors import CheckpointError, GraphsplitError, JobFailedError, StoppedInOrder
 from graphsplit.job import joined
@@ -235,11 +237,32 @@ def other_forms(gs: Any, ranks: list[int]) -> Any:
     return results(net, optimizer, losses)
 
 
+def held_by_code(gs: Any, ranks: list[int]) -> Any:
+    """A marked module, and one kept whole unasked, hold state of their own."""
+    torch.manual_seed(0)
+    marked = opaque(Holding(), outputs=lambda x: torch.empty_like(x))
+    net: Any = nn.Sequential(nn.Linear(4, 8), marked, Holding(), nn.Linear(8, 3))
+    for part, rank in zip(net, ranks, strict=False):
+        part.place("MS_WORKER", rank)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, losses = gs.distribute(net), []
+    random.seed(1)
+    np.random.seed(2)
+    for x, y in gs.loop(loader(None), keep=[optimizer, losses]):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return results(net, optimizer, losses)
+
+
 SCRIPTS = {
     "everything": everything,
     "plain_epochs": plain_epochs,
     "trainer": trainer,
     "other_forms": other_forms,
+    "held_by_code": held_by_code,
 }
 _expected: dict[str, Any] = {}
 
