@@ -7,6 +7,7 @@ epochs. All of it decides which batch comes next, so all of it belongs to the pl
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -182,6 +183,8 @@ def is_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(is_same(v, other[k]) for k, v in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, deque) and isinstance(other, deque):
+        return one.maxlen == other.maxlen and is_same([*one], [*other])
     try:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             return has_same_bits(one, other)
