@@ -175,11 +175,7 @@ class Loop:
     def share(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give every worker a value; elsewhere ``tensor`` has its shape alone."""
         with self._moving() as group:
-            meta = TensorMeta.of(tensor)
-            if self.rank == source:
-                group.send_laid_out(tensor.detach(), to=group.others(source))
-                return tensor.detach()
-            return group.receive_laid_out(meta, source=source)
+            return group.broadcast(tensor.detach(), TensorMeta.of(tensor), source=source)
 
     def move(self, tensor: torch.Tensor, source: int, destination: int) -> torch.Tensor:
         """Move a value from one worker to another one; all others get its shape alone."""
