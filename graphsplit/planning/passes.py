@@ -206,8 +206,7 @@ def make_plan(
     if part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)
-        owners_of_all = [owned[name] for name in names]
-        sizes = task.partial_sizes(owners_of_all, num_workers)
+        sizes = task.partial_sizes([owned[name] for name in names], num_workers)
         plan = with_reduction(plan, sizes) if sizes is not None else plan
     check_reduction(plan)
     if part.exchange is Exchange.ALONE:
