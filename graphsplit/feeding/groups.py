@@ -25,9 +25,13 @@ from graphsplit.planning.step_plan import Outlook
 
 def drawn(batches: Iterator[Division], job: Job, *, is_alone: bool) -> Iterator[Division]:
     """The batches; while the loader makes one for some workers, calls of all are refused."""
+    calls = job.member.position.calls
     while True:
-        with job.member.position.calls.reading(is_alone=is_alone):
+        before, calls.reads_alone = calls.reads_alone, is_alone  # no context: at every step
+        try:
             batch = next(batches, None)
+        finally:
+            calls.reads_alone = before
         if batch is None:
             return
         yield batch

@@ -6,8 +6,8 @@ objects are the ones to look for from then on.
 
 CPython 3.10 and 3.11 number the writes to all dictionaries: where the number of one is what it was
 when it was last compared, nothing in it is another object (PEP 509). Modules keep what a network
-reads in some twenty dictionaries that nobody writes to between steps, so of 150 places the memory
-of twenty is looked at. From 3.12 on there are no such numbers, and all places are compared.
+reads in some twenty dictionaries that nobody writes to between steps: of 150 places the memory of
+twenty is looked at. From 3.12 on there are no such numbers, and all places are compared.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from graphsplit.guards.class_names import ClassNames, names_of_class
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.compiled import (
+    GIVES,
     HAS_CLASS,
     HAS_DICTIONARY,
     HAS_IN_ORDER,
@@ -60,8 +61,9 @@ from graphsplit.guards.values import (
 )
 from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
 from graphsplit.torch_ext.function_modes import default_devices
-from graphsplit.torch_ext.private import SWITCHES, dict_version, num_function_modes
+from graphsplit.torch_ext.private import SWITCHES, dict_version
 
+_number_of = dict_version or len  # where there are no numbers, no dictionary is asked for one
 _MOST_CHANGES = 3  # of a dictionary, after which it is always compared: globals of a script, say
 _Rows = Mapping[str, Sequence[tuple[Any, ...]]]
 
@@ -150,11 +152,11 @@ class Dictionaries:
         for holds in self._always:
             if not holds():
                 return False
-        return self._numbers == _numbers_of(self._quiet) or self._look()
+        return self._numbers == list(map(_number_of, self._quiet)) or self._look()
 
     def _look(self) -> bool:
         """Compare what stands in dictionaries that were written to, and remember their numbers."""
-        now = _numbers_of(self._quiet)  # before they are read
+        now = list(map(_number_of, self._quiet))  # before they are read
         changed = [i for i, number in enumerate(now) if number != self._numbers[i]]
         if not all(holds() for index in changed for holds in self._own[index]):
             return False
@@ -171,10 +173,6 @@ class Dictionaries:
         for comparison, some in self._rows.pop(index).items():
             self._restless[comparison] = [*self._restless.get(comparison, ()), *some]
         self._always = _functions(self._restless)
-
-
-def _numbers_of(dictionaries: Sequence[dict[Any, Any]]) -> list[int]:
-    return list(map(dict_version, dictionaries)) if dict_version is not None else []
 
 
 def _functions(rows: _Rows) -> list[Callable[[], bool]]:
@@ -223,11 +221,12 @@ class Guards:
     def hold(self) -> bool:
         """Whether nothing has changed."""
         try:
-            is_same = self._is_identical()
+            is_same = not any(self._empty) and self._dictionaries.hold()
+            for holds in self._comparisons:
+                is_same = is_same and holds()
+            is_same = is_same and (not self._has_others or self._others_hold())
         except (LookupError, ValueError):  # an entry, or the contents of a cell, is gone
             is_same = False
-        if is_same and self.lifted:
-            is_same = [kind_of(place.read()) for place in self.lifted] == self._types
         return is_same or self._hold_by_value()
 
     def lifted_values(self) -> tuple[Any, ...]:
@@ -272,24 +271,14 @@ class Guards:
 
     # Comparing.
 
-    def _is_identical(self) -> bool:
-        if any(self._empty) or not self._dictionaries.hold():
-            return False
-        for hold in self._comparisons:
-            if not hold():
-                return False
-        if not all(map(is_, chain.from_iterable(self._contents), self._items)):  # lengths are same
-            return False
-        for frozen in self._arrays:
-            if not same(frozen, frozen.container):
-                return False
-        for place, value in self._others:
-            if place.read() is not value:
-                return False
-        for tensor, number in self._scalars.values():
-            if not same(number, tensor.item()):
-                return False
-        return self._switches is None or self._switches == _switches()
+    def _others_hold(self) -> bool:
+        return (
+            all(map(is_, chain.from_iterable(self._contents), self._items))  # lengths are same
+            and all(same(frozen, frozen.container) for frozen in self._arrays)
+            and all(place.read() is value for place, value in self._others)
+            and all(same(number, tensor.item()) for tensor, number in self._scalars.values())
+            and [kind_of(place.read()) for place in self.lifted] == self._types
+        )
 
     def _hold_by_value(self) -> bool:
         if self.failures():
@@ -357,6 +346,9 @@ class Guards:
         for names, length in self._names.rows():
             self._rows[HAS_LENGTH, type(names)].append((names, length))
         self._num_rows = sum(map(len, self._rows.values()))
+        if self._switches is not None:
+            given = (self._switches[: len(_DECIMALS)], *self._switches[len(_DECIMALS) :])
+            self._rows[GIVES, object] = list(zip((_decimals, *_GETTERS), given, strict=True))
         kinds = IS_AT, IS_NOT_IN, HAS_LENGTH, HAS_IN_ORDER
         in_dictionaries = [(kind, dict) for kind in kinds]
         self._dictionaries = Dictionaries({key[0]: self._rows[key] for key in in_dictionaries})
@@ -366,6 +358,8 @@ class Guards:
             if (comparison, kind) not in in_dictionaries
             for function in conjunctions(comparison, kind, rows)
         ]
+        others = self._contents, self._arrays, self._others, self._scalars, self.lifted
+        self._has_others = any(others)
 
     def _add(self, place: Place, value: Any, *, is_structure: bool) -> None:
         if place.identity not in self._added:
@@ -440,9 +434,9 @@ _of_decimals = attrgetter(*_DECIMALS)
 _NAMES = [get.__name__.removeprefix("_get_") for get in SWITCHES]
 _BY_USERS = {"deterministic_algorithms": "torch.are_deterministic_algorithms_enabled()"}
 _SWITCHES = (
+    *(f"decimal.getcontext().{name}" for name in _DECIMALS),
     "torch.get_default_dtype()",
     "torch.is_autocast_cache_enabled()",
-    *(f"decimal.getcontext().{name}" for name in _DECIMALS),
     "the hooks on all modules",
     "torch's default devices",
     *(_BY_USERS.get(name, f"torch's switch {name}") for name in _NAMES),
@@ -451,15 +445,12 @@ _OF_ALL = ("float32_matmul_precision", "mkldnn_enabled", "deterministic_algorith
 
 
 def _switches() -> tuple[Any, ...]:
-    """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
-    return (
-        torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(),
-        *_of_decimals(decimal.getcontext()),  # of this thread
-        _hooks_on_all_modules() if any(GLOBAL_HOOKS) else None,
-        default_devices() if num_function_modes() else (),
-        *[get() for get in SWITCHES],  # of kernels: the same graph has other bits
-    )
+    """State that PyTorch and ``decimal`` keep for all code, on which a graph depends."""
+    return (*_decimals(), *[get() for get in _GETTERS])
+
+
+def _decimals() -> tuple[Any, ...]:  # of this thread
+    return _of_decimals(decimal.getcontext())
 
 
 def switches_of_all() -> str:
@@ -470,12 +461,23 @@ def switches_of_all() -> str:
 
 def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:
     """The user's; None if there are only graphsplit's own."""
+    if not any(GLOBAL_HOOKS):  # as at most steps
+        return None
     found = tuple([tuple(filter(_is_users, hooks.values())) for hooks in GLOBAL_HOOKS])
     return found if any(found) else None
 
 
 def _is_users(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
+
+
+_GETTERS = (
+    torch.get_default_dtype,
+    torch.is_autocast_cache_enabled,
+    _hooks_on_all_modules,
+    default_devices,
+    *SWITCHES,  # of kernels: the same graph has other bits
+)
 
 
 def _places_in(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:

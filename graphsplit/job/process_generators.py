@@ -10,9 +10,9 @@ of a fixed size, never as a pickle::
 from __future__ import annotations
 
 import _random
-import ctypes
 import random
 import struct
+from ctypes import c_char
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,9 @@ _PYTHON_VERSION = 3  # of what random.getstate() returns
 _NUMPY_KIND = "MT19937"
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # what the module draws from
 _HEAD_BYTES = object.__basicsize__  # of every Python object; its own memory comes behind it
+_PYTHON_BYTES = _random.Random.__basicsize__ - _HEAD_BYTES
+# The words and the position of Python's generator.
+_PYTHON_MEMORY = (c_char * _PYTHON_BYTES).from_address(id(_PYTHON) + _HEAD_BYTES)
 
 
 class ProcessStates(NamedTuple):
@@ -105,6 +108,8 @@ class GeneratorWatch:
     def __init__(self) -> None:
         self._python_memory: Any = None
         self._numpy: bytes | None = None
+        self._generator: Any = None  # NumPy's, and the memory of its words and its position
+        self._words: Any = None
         self._numpy_memory: Any = None
         self._has_kept_gauss = False
 
@@ -116,18 +121,25 @@ class GeneratorWatch:
         Raises:
             ConfigurationError: NumPy's has been drawn from, and is of another kind.
         """
-        return ProcessStates(self._look_at_python(), self._look_at_numpy())
+        python, numpy = (_PYTHON_MEMORY.raw, _PYTHON.gauss_next), self._memory_of_numpy()
+        is_same, self._python_memory = python == self._python_memory, python
+        if is_same and numpy == self._numpy_memory and not self._has_kept_gauss:
+            return NOTHING_DRAWN  # as at most steps
+        return ProcessStates(b"" if is_same else python_state(), self._look_at_numpy(numpy))
 
-    def _look_at_python(self) -> bytes:
-        memory = _python_memory()
-        if memory == self._python_memory:
-            return b""
-        self._python_memory = memory
-        return python_state()
+    def _memory_of_numpy(self) -> Any:
+        """The words and the position of NumPy's generator; a text for one of another kind."""
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._generator:
+            self._generator, self._words = generator, None
+            if _is_numpys_own():
+                size, address = 4 * (_WORDS + 1), generator.ctypes.state_address
+                self._words = (c_char * size).from_address(address)
+        return str(generator.state) if self._words is None else self._words.raw
 
-    def _look_at_numpy(self) -> bytes:
+    def _look_at_numpy(self, memory: Any) -> bytes:
         is_first, before = self._numpy_memory is None, self._numpy_memory
-        self._numpy_memory = memory = _numpy_memory()
+        self._numpy_memory = memory
         if memory == before and not self._has_kept_gauss:
             return b""
         if isinstance(memory, str) and is_first:
@@ -138,20 +150,6 @@ class GeneratorWatch:
             return b""
         self._numpy = state
         return state
-
-
-def _python_memory() -> Any:
-    """The words and the position of Python's generator, and the Gaussian that it keeps."""
-    size_bytes = _random.Random.__basicsize__ - _HEAD_BYTES
-    return ctypes.string_at(id(_PYTHON) + _HEAD_BYTES, size_bytes), _PYTHON.gauss_next
-
-
-def _numpy_memory() -> Any:
-    """The words and the position of NumPy's generator; a text for one of another kind."""
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not _is_numpys_own():
-        return str(generator.state)
-    return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
 
 
 def _is_numpys_own() -> bool:

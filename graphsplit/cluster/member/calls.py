@@ -60,6 +60,7 @@ class CallHistory:
         is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
         reporting: What is raised inside ends the job, whichever thread it is raised in.
         computing: Tells whether a step runs code that others do not come to; None between steps.
+        reads_alone: Whether a loader is asked for a batch, and not by all workers at this point.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class CallHistory:
         self.computing: Callable[[], bool] | None = None
         self._thread = 0  # that is in the open calls
         self._skipped = (*own_and_torchs(), contextlib.__file__)
-        self._reads_alone = False
+        self.reads_alone = False
         self._refusal = ""
         self._process = os.getpid()
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -102,16 +103,16 @@ class CallHistory:
 
         Processes of a loader, and others that were forked, do nothing with other workers.
         """
-        return self._reads_alone or os.getpid() != self._process
+        return self.reads_alone or os.getpid() != self._process
 
     @contextmanager
     def reading(self, *, is_alone: bool) -> Iterator[None]:
         """A Model's loader is asked for a batch, inside; alone, if not all workers do it here."""
-        before, self._reads_alone = self._reads_alone, is_alone
+        before, self.reads_alone = self.reads_alone, is_alone
         try:
             yield
         finally:
-            self._reads_alone = before
+            self.reads_alone = before
 
     def inside_metric(self) -> AbstractContextManager[None]:
         """A metric runs inside, on this worker alone."""
