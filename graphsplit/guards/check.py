@@ -4,10 +4,9 @@ What was read is compared by identity, places of one kind all at once (``compile
 place. Only where an identity differs are types and bits compared; if those are the same, the new
 objects are the ones to look for from then on.
 
-CPython 3.10 and 3.11 number the writes to all dictionaries: where the number of one is what it was
-when it was last compared, nothing in it is another object (PEP 509). Modules keep what a network
-reads in some twenty dictionaries that nobody writes to between steps: of 150 places the memory of
-twenty is looked at. From 3.12 on there are no such numbers, and all places are compared.
+CPython 3.10 and 3.11 number the writes to all dictionaries (PEP 509). Where the number of one is
+what it was, nothing in it is another object: of 150 places that a network reads, in some twenty
+dictionaries, the memory of twenty is looked at. From 3.12 on, all places are compared.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from graphsplit.guards.compiled import (
     IS_FIELD,
     IS_IN_CELL,
     IS_NOT_IN,
+    OF_GIVES,
     conjunctions,
 )
 from graphsplit.guards.places import Place, PlaceKind, entry, inside
@@ -61,7 +61,7 @@ from graphsplit.guards.values import (
 )
 from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
 from graphsplit.torch_ext.function_modes import default_devices
-from graphsplit.torch_ext.private import SWITCHES, dict_version
+from graphsplit.torch_ext.private import SWITCHES, dict_version, num_function_modes
 
 _number_of = dict_version or len  # where there are no numbers, no dictionary is asked for one
 _MOST_CHANGES = 3  # of a dictionary, after which it is always compared: globals of a script, say
@@ -215,8 +215,7 @@ class Guards:
 
     def __len__(self) -> int:
         """How many places are compared."""
-        others = (self._empty, self._contents, self._others, self._arrays)
-        return self._num_rows + sum(map(len, others))
+        return self._num_rows + sum(map(len, (self._contents, self._others, self._arrays)))
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
@@ -345,18 +344,15 @@ class Guards:
         self._rows[HAS_VERSION, torch.Tensor] += self._versions
         for names, length in self._names.rows():
             self._rows[HAS_LENGTH, type(names)].append((names, length))
-        self._num_rows = sum(map(len, self._rows.values()))
+        self._num_rows = sum(map(len, self._rows.values())) + len(self._empty)
         if self._switches is not None:
-            given = (self._switches[: len(_DECIMALS)], *self._switches[len(_DECIMALS) :])
-            self._rows[GIVES, object] = list(zip((_decimals, *_GETTERS), given, strict=True))
+            self._add_switches(self._switches)
         kinds = IS_AT, IS_NOT_IN, HAS_LENGTH, HAS_IN_ORDER
-        in_dictionaries = [(kind, dict) for kind in kinds]
-        self._dictionaries = Dictionaries({key[0]: self._rows[key] for key in in_dictionaries})
+        self._dictionaries = Dictionaries(
+            {kind: self._rows.pop((kind, dict), []) for kind in kinds}
+        )
         self._comparisons = [
-            function
-            for (comparison, kind), rows in self._rows.items()
-            if (comparison, kind) not in in_dictionaries
-            for function in conjunctions(comparison, kind, rows)
+            f for key, rows in self._rows.items() for f in conjunctions(*key, rows)
         ]
         others = self._contents, self._arrays, self._others, self._scalars, self.lifted
         self._has_others = any(others)
@@ -383,6 +379,18 @@ class Guards:
             self._rows[IS_FIELD[place.key], kind].append((holder, value))
         else:
             self._others.append((place, value))
+
+    def _add_switches(self, switches: tuple[Any, ...]) -> None:
+        gives = dict(zip(_GETTERS, switches[len(_DECIMALS) :], strict=True))
+        if gives[_hooks_on_all_modules] is None and not any(GLOBAL_HOOKS):  # as most often
+            self._empty += GLOBAL_HOOKS
+            del gives[_hooks_on_all_modules]
+        if not (gives[default_devices] or num_function_modes()):
+            gives[num_function_modes] = len(gives.pop(default_devices))
+        self._rows[GIVES, object] = list(gives.items())
+        self._rows[OF_GIVES, object] = [
+            (_of_decimals, decimal.getcontext, switches[: len(_DECIMALS)])
+        ]
 
     def _add_container(self, frozen: Frozen, *, is_structure: bool) -> None:
         container = frozen.container
@@ -446,11 +454,7 @@ _OF_ALL = ("float32_matmul_precision", "mkldnn_enabled", "deterministic_algorith
 
 def _switches() -> tuple[Any, ...]:
     """State that PyTorch and ``decimal`` keep for all code, on which a graph depends."""
-    return (*_decimals(), *[get() for get in _GETTERS])
-
-
-def _decimals() -> tuple[Any, ...]:  # of this thread
-    return _of_decimals(decimal.getcontext())
+    return (*_of_decimals(decimal.getcontext()), *[get() for get in _GETTERS])
 
 
 def switches_of_all() -> str:
@@ -461,8 +465,6 @@ def switches_of_all() -> str:
 
 def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:
     """The user's; None if there are only graphsplit's own."""
-    if not any(GLOBAL_HOOKS):  # as at most steps
-        return None
     found = tuple([tuple(filter(_is_users, hooks.values())) for hooks in GLOBAL_HOOKS])
     return found if any(found) else None
 

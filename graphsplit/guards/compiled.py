@@ -25,6 +25,7 @@ HAS_CLASS = "type({0}) is {1}"
 HAS_DICTIONARY = "{2}({0}, '__dict__') is {1}"  # by what asks without the class's own code
 HAS_VERSION = f"{{0}}.{WRITES} == {{1}} and {{0}}.requires_grad is {{2}}"
 GIVES = "{0}() == {1}"
+OF_GIVES = "{0}({1}()) == {2}"
 HAS_LENGTH = "len({0}) == {1}"
 HAS_IN_ORDER = "all(map({3}, {1}, {2}))"  # a view of {0}, and what it gave
 _AT_ONCE = 32  # rows that one function compares

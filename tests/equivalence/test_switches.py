@@ -155,6 +155,26 @@ def test_a_default_device_is_watched() -> None:
         assert all(torch.equal(found, expected) for found in cluster.run(step))
 
 
+def _twice(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return outputs * 2
+
+
+def test_hooks_on_all_modules_are_watched_as_they_come_and_go() -> None:
+    cluster, (inputs, _) = SimulatedCluster(_task, 2), batches_of(8, 3)[0]
+    net: Any = _task().network
+    for is_hooked in (False, True, False):
+        # The threads of the simulator share it: it stands as long as all of them step.
+        hook = nn.modules.module.register_module_forward_hook(_twice) if is_hooked else None
+        try:
+            with torch.no_grad():
+                expected = net(inputs)
+            found = cluster.run(lambda worker: worker.engine.predict(((inputs,), {})))
+        finally:
+            if hook is not None:
+                hook.remove()
+        assert all(torch.equal(one, expected) for one in found)
+
+
 class _Shared:
     def __init__(self) -> None:
         self.rate, self.of_another_thread = 0.5, 1
