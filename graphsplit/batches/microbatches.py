@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,8 +105,7 @@ def _num_rows(tree: Any, *, what: str, fix: str) -> int:
     return int(leading.shape[0])
 
 
-@dataclass(frozen=True)
-class BatchDescription:
+class BatchDescription(NamedTuple):
     """A batch as all workers must know it before its step, whether they have it or not.
 
     Attributes:

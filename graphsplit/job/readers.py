@@ -203,9 +203,7 @@ def _is_atom(part: Any) -> bool:
 def _leads_nowhere(item: Any) -> bool:
     """Whether an item is plain, or a tuple of what is plain: a loader may be a list of those."""
     kind = type(item)
-    return kind in _PLAIN or (
-        kind is tuple and _PLAIN.issuperset(map(type, itertools.islice(item, _MAX_ITEMS)))
-    )
+    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, item[:_MAX_ITEMS])))
 
 
 def _inside(part: Any) -> Iterator[Any]:

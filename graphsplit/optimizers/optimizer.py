@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -381,13 +382,10 @@ def _takes_many(group: Mapping[str, Any]) -> bool:
 
 def _hold(groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]) -> bool:
     """Whether groups hold these parameters, and no others."""
-    if len(groups) != len(parameters):
+    held = list(map(_parameters_of, groups))  # at every step, several times
+    if list(map(len, held)) != list(map(len, parameters)):
         return False
-    for group, expected in zip(groups, parameters):  # noqa: B905  at every step, several times
-        held = group["params"]
-        if len(held) != len(expected) or not all(map(is_, held, expected)):
-            return False
-    return True
+    return all(map(is_, chain.from_iterable(held), chain.from_iterable(parameters)))
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

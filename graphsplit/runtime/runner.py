@@ -6,6 +6,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -245,13 +246,9 @@ class ProgramRunner:
         self.step, self.position = step, 0
         if self._parts.sums is not None and microbatches is not None and not microbatches.start:
             self._parts.sums.begin_batch()
-        state = StepState(step, inputs, numbers, microbatches)
-        empty = state.leaves, state.roots, state.collected, state.received, state.pending
-        for _ in inputs:
-            state.values.append({**self._owned_outputs})
-            for of_microbatches in empty:
-                of_microbatches.append({})
-        return state
+        empty: list[Any] = [[*map(dict, repeat((), len(inputs)))] for _ in range(5)]
+        values = [*map(dict, repeat(self._owned_outputs, len(inputs)))]
+        return StepState(step, inputs, numbers, microbatches, values, *empty)
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions

@@ -61,12 +61,12 @@ class StepState:
     inputs: Sequence[Sequence[torch.Tensor | None]]
     numbers: Mapping[str, Any]
     microbatches: Microbatches | None
-    values: list[dict[int, Any]] = field(default_factory=list)
-    leaves: list[dict[int, Any]] = field(default_factory=list)
-    roots: list[dict[int, Any]] = field(default_factory=list)
-    collected: list[dict[int, Gradient]] = field(default_factory=list)
-    received: list[dict[int, Gradient]] = field(default_factory=list)
-    pending: list[dict[int, tuple[Any, ...]]] = field(default_factory=list)
+    values: list[dict[int, Any]]
+    leaves: list[dict[int, Any]]
+    roots: list[dict[int, Any]]
+    collected: list[dict[int, Gradient]]
+    received: list[dict[int, Gradient]]
+    pending: list[dict[int, tuple[Any, ...]]]
     generators: dict[int, torch.Tensor] = field(default_factory=dict)
     partials: dict[int, torch.Tensor] = field(default_factory=dict)
     given: Mapping[int, Gradient] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from graphsplit.guards.values import BY_VALUE
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
 _MOST_ITEMS = 1000
 _OPAQUE = (torch.Tensor, np.ndarray)
+_TENSOR = frozenset((torch.Tensor,))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _PLAIN = (type(None), Enum, *BY_VALUE)
 
@@ -42,9 +43,7 @@ class _PlainWalk(Walk):
     is_open = is_ours = False
 
     def _push(self, value: Any, name: str) -> None:
-        # A loader may be a list of thousands of tuples of tensors.
-        of_tensors = type(value) is tuple and all(isinstance(one, _OPAQUE) for one in value)
-        if not of_tensors and not isinstance(value, _OPAQUE):
+        if not _is_of_tensors(value) and not isinstance(value, _OPAQUE):
             super()._push(value, name)
 
     def _visit(self, value: Any, name: str) -> None:
@@ -197,9 +196,18 @@ def _lines(holder: Holder) -> Iterator[str]:
             yield f"{key!r}: {_text(value)}"
 
 
+def _is_of_tensors(value: Any) -> bool:
+    """Whether it is a tuple of tensors: a loader may be a list of thousands of them."""
+    return type(value) is tuple and (
+        _TENSOR.issuperset(map(type, value)) or all(isinstance(one, _OPAQUE) for one in value)
+    )
+
+
 def _text(value: Any) -> str:
-    if type(value) is torch.Tensor:  # most of what a list of batches holds
+    if type(value) is torch.Tensor:
         return "tensor"
+    if type(value) is tuple and len(value) <= _MOST_ITEMS and _TENSOR.issuperset(map(type, value)):
+        return f"tuple {['tensor'] * len(value)}"  # as most of what a list of batches holds
     if isinstance(value, _PLAIN):
         return repr(value)
     # A tensor's class tells whether it lives elsewhere.
