@@ -109,8 +109,7 @@ class Feed:
         self._note = note
         self._progress = progress
         self._is_stopped = is_stopped
-        self._runs_again = job.recovery_policy in (WAIT_REJOIN, GO_ON)  # a step, perhaps
-        self._again = progress if self._runs_again else None
+        self._again = progress if job.recovery_policy in (WAIT_REJOIN, GO_ON) else None
         self._start = start
         start.go_on(loader)
         self._known = self._epoch_state = torch.default_generator.get_state()
@@ -417,7 +416,7 @@ class Feed:
         return self._draw_from(self._cursor or self._open_cursor())
 
     def _draw_from(self, cursor: Iterator[Division]) -> Division | None:
-        if not self._runs_again:
+        if self._job.recovery_policy not in (WAIT_REJOIN, GO_ON):
             return next(cursor, None)
         with self._planner.writes.hooks.left_by_loader():
             return next(cursor, None)

@@ -164,7 +164,6 @@ class Recordings:
         self._num_changes: Counter[tuple[Mode, str, str]] = Counter()
         self._counts_before = self._num_lifts, self._num_changes  # the recording made last
         self._stock: list[Recording] | None = None
-        self._last: Match | None = None
 
     def __iter__(self) -> Iterator[Recording]:
         return iter(self._latest)
@@ -178,7 +177,6 @@ class Recordings:
         if self._stock is not None:
             self._stock = [*self._latest, *self._stock][:_MAX_RECORDINGS]
         self._latest.clear()
-        self._last = None
         self._num_made = 0
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
@@ -199,19 +197,14 @@ class Recordings:
             is_other = recording.signature is not signature and recording.signature != signature
             if recording.mode is not mode or (is_other and recording.graph.sizes is None):
                 continue
-            guards, last = recording.graph.state.guards, self._last
-            if not self._fits(recording) or not guards.hold():
+            if not self._fits(recording) or not recording.graph.state.guards.hold():
                 continue
-            is_last = not index and last is not None and last.recording is recording
-            if is_last and not guards.lifted and recording.graph.sizes is None:
-                return last  # as at most steps
             lifted = recording.lifted()
             numbers = recording.numbers(signature, lifted)
             if numbers is not None:
                 if index:
                     self._latest.insert(0, self._latest.pop(index))
-                self._last = Match(recording, lifted, numbers)
-                return self._last
+                return Match(recording, lifted, numbers)
         return None
 
     def changed(self, mode: Mode, signature: Signature, number: int | None = None) -> list[Failure]:
