@@ -215,7 +215,7 @@ class Guards:
 
     def __len__(self) -> int:
         """How many places are compared."""
-        return self._num_rows + sum(map(len, (self._contents, self._others, self._arrays)))
+        return self._num_rows + len(self._contents) + len(self._others) + len(self._arrays)
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
