@@ -26,7 +26,8 @@ from graphsplit.job.script import ModelCall
 from graphsplit.job.when_joined import on_joined
 from graphsplit.launchers.environment import IN_WORDS, find_launcher
 from graphsplit.launchers.join import Joined, join_launcher
-from graphsplit.marks.annotations import WORKER_ROLE, never_used
+from graphsplit.marks.annotations import WORKER_ROLE
+from graphsplit.marks.unused import never_used
 from graphsplit.marks.workers import names_of, set_names
 from graphsplit.metrics_port import serve_metrics
 from graphsplit.reports import note_init
@@ -250,9 +251,9 @@ def finalize() -> None:
 
 
 def _name_unused(job: Job) -> None:
-    """Say that the placements had no effect: each worker has trained by itself, if at all."""
+    """Say which placements had no effect: each worker has trained that by itself, if at all."""
     unused = never_used()
-    if unused and job.rank == 0 and not job.has_stepped:
+    if unused and job.rank == 0:
         shown = ", ".join(unused[:_MOST_NAMED]) + (", ..." if len(unused) > _MOST_NAMED else "")
         line = (
             f"placed modules were never given to a gs.Model or gs.distribute that ran: {shown}\n"

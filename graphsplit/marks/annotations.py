@@ -22,6 +22,7 @@ import torch.fx.traceback
 from torch import nn
 
 from graphsplit.errors import PlacementError
+from graphsplit.marks.unused import note_placed, note_replaced, note_used
 from graphsplit.marks.workers import UnknownWorkerError, numbered
 from graphsplit.text import called, described, need
 
@@ -49,14 +50,13 @@ _planned_with: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] 
 )
 
 
-# What was placed while nothing has been planned: the type of a module, and the user's line.
-_not_used: dict[str, str] = {}
-_is_used = False
-
-
-def never_used() -> list[str]:
-    """``Linear at train.py:12``, for each line that placed a module, if none was ever planned."""
-    return [] if _is_used else [f"{name} at {source}" for source, name in _not_used.items()]
+def _write(module: nn.Module, annotation: Annotation) -> None:
+    """Write a placement on a module, in the place of what is there."""
+    before = module.__dict__.get(_MODULE_ATTRIBUTE)
+    if before is not None:
+        note_replaced(before.source)
+    module.__dict__[_MODULE_ATTRIBUTE] = annotation
+    note_placed(annotation.source, type(module).__name__)
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,7 @@ def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> n
             f"{name}.place({role!r}, {rank}): a rule puts this module on {role} {found.where}\n"
             f"  {source}\n  {found.source}\n  Fix: leave out one of the two."
         )
-    module.__dict__[_MODULE_ATTRIBUTE] = annotation
-    if not _is_used:
-        _not_used[source] = name
+    _write(module, annotation)
     if children:
         container = module.__dict__.setdefault(_CONTAINER_ATTRIBUTE, uuid.uuid4().hex)
         for child in children:
@@ -321,8 +319,9 @@ def write_rule(module: nn.Module, annotation: Annotation | None) -> None:
     """Write a rule's placement on a module that has none, or take a rule's placement away."""
     found = module_annotation(module)
     if annotation is not None and found is None:
-        module.__dict__[_MODULE_ATTRIBUTE] = annotation
+        _write(module, annotation)
     elif annotation is None and found is not None and found.by_rule:
+        note_replaced(found.source)
         del module.__dict__[_MODULE_ATTRIBUTE]
 
 
@@ -345,10 +344,13 @@ def _has_been_planned(module: nn.Module) -> bool:
 
 def mark_planned(network: nn.Module) -> None:
     """Refuse further placements of a network's modules from now on."""
-    global _is_used
-    _is_used = True
-    _not_used.clear()
     for module in network.modules():
+        for one in (
+            module_annotation(module),
+            *module.__dict__.get(_SLICES_ATTRIBUTE, {}).values(),
+        ):
+            if one is not None:
+                note_used(one.source)
         _planned_with.setdefault(module, weakref.WeakSet()).add(network)
 
 

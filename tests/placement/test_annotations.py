@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.errors import PlacementError
 from graphsplit.job import joined
-from graphsplit.marks import annotations
+from graphsplit.marks import annotations, unused
 from graphsplit.marks.annotations import mark_planned, module_annotation
 
 
@@ -118,29 +119,38 @@ def test_blocks_and_operations_change_nothing_outside_capture() -> None:
 def test_placements_that_nothing_was_planned_with_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(annotations, "_not_used", {})
-    monkeypatch.setattr(annotations, "_is_used", False)
+    monkeypatch.setattr(unused, "_not_used", {})
+    monkeypatch.setattr(unused, "_used", set())
     network = nn.Sequential(nn.Linear(2, 2))
     network[0].place("MS_WORKER", 1)
-    (named,) = annotations.never_used()
+    (named,) = unused.never_used()
     assert named.startswith("Linear at ") and "test_annotations.py:" in named
-    annotations.mark_planned(network)
-    assert annotations.never_used() == []
+    beside, part = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv2d(2, 2, 1)), nn.ModuleList([nn.ReLU()])
+    gs.apply_placement(beside, {"0": 1})
+    beside[1].place(0)
+    part[0:1].place(1)
+    beside[1].place(1)  # in the place of the line before
+    annotations.mark_planned(copy.deepcopy(network))
+    assert [one.partition(" ")[0] for one in unused.never_used()] == [
+        "Conv1d",
+        "ModuleList",
+        "Conv2d",
+    ]
+    network[0].place("MS_WORKER", 1)
+    annotations.mark_planned(nn.Sequential(network, beside, part[0]))
+    assert unused.never_used() == []
 
 
-@pytest.mark.parametrize(
-    ("rank", "has_stepped", "times"), [(0, False, 1), (1, False, 0), (0, True, 0)]
-)
+@pytest.mark.parametrize(("rank", "times"), [(0, 1), (1, 0)])
 def test_worker_0_tells_of_modules_that_no_model_was_given(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     rank: int,
-    has_stepped: bool,
     times: int,
 ) -> None:
-    monkeypatch.setattr(annotations, "_not_used", {"train.py:12": "Linear"})
-    monkeypatch.setattr(annotations, "_is_used", False)
-    joined._name_unused(SimpleNamespace(rank=rank, has_stepped=has_stepped))  # type: ignore[arg-type]
+    monkeypatch.setattr(unused, "_not_used", {"train.py:12": "Linear"})
+    monkeypatch.setattr(unused, "_used", set())
+    joined._name_unused(SimpleNamespace(rank=rank))  # type: ignore[arg-type]
     told = "never given to a gs.Model or gs.distribute that ran: Linear at train.py:12\n  Fix: "
     assert caplog.text.count(told) == times
 
