@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from graphsplit.errors import FrameError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.stream import (
     MESSAGES,
@@ -20,7 +19,7 @@ from graphsplit.job.stream import (
     channel_spec,
     send,
 )
-from graphsplit.tensor_meta import TensorMeta, octets_of
+from graphsplit.tensor_meta import octets_of
 from graphsplit.transport.base import Receiver, Sender, Transport
 
 
@@ -75,28 +74,6 @@ class ControlChannels(WorkerGroup):
         if source not in self._ticket_receivers:
             self._ticket_receivers[source] = self._open_receiver(TICKETS, source)
         return self._ticket_receivers[source]
-
-    def broadcast(
-        self, tensor: torch.Tensor | None, meta: TensorMeta, *, source: int
-    ) -> torch.Tensor:
-        """Give every worker a tensor that one worker has.
-
-        Args:
-            tensor: The tensor, on ``source``; ignored elsewhere.
-            meta: Its dtype, shape and strides, known to all workers.
-            source: The worker that has it.
-
-        Returns:
-            The tensor itself on ``source``; elsewhere a new one with the same bits and strides.
-        """
-        if self.rank == source:
-            assert tensor is not None
-            if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
-                given = TensorMeta.of(tensor)
-                raise FrameError(f"a value is {given}; all workers expect {meta}")
-            self.send_laid_out(tensor, to=self.others(source))
-            return tensor
-        return self.receive_laid_out(meta, source=source)
 
     def send(self, *pieces: torch.Tensor, to: Iterable[int]) -> None:
         """See ``WorkerGroup.send``."""

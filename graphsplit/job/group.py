@@ -109,6 +109,28 @@ class WorkerGroup:
         made = empty_beginning_at(own, told % ALIGNMENT)
         return made.copy_(received).expand(meta.shape)
 
+    def broadcast(
+        self, tensor: torch.Tensor | None, meta: TensorMeta, *, source: int
+    ) -> torch.Tensor:
+        """Give every worker a tensor that one worker has.
+
+        Args:
+            tensor: The tensor, on ``source``; ignored elsewhere.
+            meta: Its dtype, shape and strides, known to all workers.
+            source: The worker that has it.
+
+        Returns:
+            The tensor itself on ``source``; elsewhere a new one with the same bits and strides.
+        """
+        if self.rank == source:
+            assert tensor is not None
+            if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+                given = TensorMeta.of(tensor)
+                raise FrameError(f"a value is {given}; all workers expect {meta}")
+            self.send_laid_out(tensor, to=self.others(source))
+            return tensor
+        return self.receive_laid_out(meta, source=source)
+
     def receive_text(self, *, source: int) -> str:
         """Take a text from one worker.
 
