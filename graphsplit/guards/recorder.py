@@ -217,6 +217,7 @@ class ReadRecorder(ValueVisitor):
 
     def note_unseen(self) -> None:
         """Note attributes of modules that code has written past their classes."""
+        self.note_new()
         for module, before in self._held_first:
             held = vars(module)
             _, path, label = self.tables[id(held)]

@@ -86,9 +86,11 @@ def reference_of(frozen: Any) -> Any:
 def item_of(frozen: Frozen, key: Any) -> Any:
     """An item of a mapping or sequence as it was; ``MISSING`` if there was none."""
     if is_mapping(frozen.container):
-        return dict(zip(frozen.keys, frozen.items, strict=True)).get(key, MISSING)
-    is_there = -len(frozen.items) <= key < len(frozen.items)
-    return frozen.items[key] if is_there else MISSING
+        item = dict(zip(frozen.keys, frozen.items, strict=True)).get(key, MISSING)
+    else:
+        is_there = -len(frozen.items) <= key < len(frozen.items)
+        item = frozen.items[key] if is_there else MISSING
+    return freeze(item)  # a container that holds itself stands there as it is
 
 
 def freeze(value: Any, _inside: tuple[int, ...] = (), apart: Container[int] = frozenset()) -> Any:

@@ -38,6 +38,7 @@ from graphsplit.guards.values import (
     BUFFERS,
     BY_VALUE,
     CONTAINERS,
+    MISSING,
     SYMBOLIC,
     any_leaf,
     freeze,
@@ -107,7 +108,8 @@ class ValueVisitor:
         special_of: The names of special methods that a piece of code is of.
         touched: Every module that was read, and every object of the user's classes that was met,
             by the identity of its dictionary (or its own): their classes count.
-        named: Classes, modules and functions whose attributes are noted by name.
+        named: Classes, modules and functions whose attributes are noted by name, each with those
+            that it had when it was met.
         passes_by: Whether code asks objects for attributes past their classes.
         looks_into: Whether code asks functions what they consist of.
         on_first: Called with each place that is noted, and the snapshot of what was there.
@@ -132,7 +134,7 @@ class ValueVisitor:
         self.special: set[str] = set()
         self.special_of: dict[int, set[str]] = {}
         self.touched: dict[int, Any] = {}
-        self.named: list[tuple[Any, str]] = []
+        self.named: list[tuple[Any, str, frozenset[str]]] = []
         self.functions: dict[int, list[FunctionType]] = {}
         self.met: dict[int, tuple[Any, str]] = {}
         self.made: dict[int, Any] = {}  # objects that forward has made
@@ -259,8 +261,7 @@ class ValueVisitor:
 
     def _meet_function(self, function: FunctionType, label: str) -> None:
         self._register(function)
-        if vars(function):
-            self._name(function, label)
+        self._name(function, label)
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self.meet(wrapped, label)
@@ -280,7 +281,7 @@ class ValueVisitor:
         bases: tuple[type, ...] = (*kind.__mro__, *type.mro(type(kind)))
         for one in bases:
             is_one = is_watchable(one) or is_watchable_of_tensors(one)
-            if not is_one or any(one is known for known, _ in self.named):
+            if not is_one or any(one is known for known, *_ in self.named):
                 continue
             for name, value in list(vars(one).items()):
                 function = getattr(value, "__func__", getattr(value, "fget", value))
@@ -299,12 +300,22 @@ class ValueVisitor:
     def note_names(self, names: set[str] | frozenset[str]) -> None:
         """Note the attributes of classes, modules and functions that code may read by names."""
         self.names |= names
-        for holder, label in self.named:
+        for holder, label, _ in self.named:
             self.note_named(holder, label, names)
 
     def _name(self, holder: Any, label: str) -> None:
-        self.named.append((holder, label))
+        self.named.append((holder, label, frozenset(vars(holder))))
         self.note_named(holder, label, self.names)
+
+    def note_new(self) -> None:
+        """Note the attributes that classes, modules and functions have got: code has made them."""
+        for holder, label, before in self.named:
+            for name in [name for name in vars(holder) if name not in before]:
+                place = named_place(holder, name, f"{label}.{name}")
+                is_module = isinstance(vars(holder)[name], ModuleType)  # that was imported
+                if place.identity not in self.noted and not is_module and not _is_special(name):
+                    new = Noted(place, MISSING, is_read=False, is_written=True)
+                    self.noted[place.identity] = new
 
     def note_closure(self, function: FunctionType) -> None:
         """Note the variables of a function's closure, its defaults and its code."""
@@ -327,8 +338,9 @@ class ValueVisitor:
         if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself
             for kind in filter(is_watchable, (*holder.__mro__[1:], *type.mro(type(holder)))):
                 known |= vars(kind).keys()
-        own_way = vars(holder) if isinstance(holder, ModuleType) else dir(type(holder))
-        for name in names if "__getattr__" in own_way else names & known:
+        own = vars(holder) if isinstance(holder, ModuleType) else {}
+        has_own_way = "__getattr__" in own or hasattr(type(holder), "__getattr__")
+        for name in names if has_own_way else names & known:
             is_asked = name in self.special and isinstance(holder, type)
             is_plain = isinstance(vars(holder).get(name), (dict, str))  # annotations, a text
             if _is_special(name) and not is_asked and not is_plain:

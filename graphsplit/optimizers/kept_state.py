@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.reach.reach import is_of_library, names_in
+from graphsplit.capture.reach.names import names_in
+from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.tensor_meta import octets_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -155,7 +156,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((f" {name}", v) for name, v in (function.__kwdefaults__ or {}).items())
     yield from ((f".{name}", v) for name, v in vars(function).items())
     if not is_of_library(function.__module__):
-        for name in sorted(names_in(function.__code__)[0]):
+        for name in sorted(names_in(function.__code__).globals):
             if name in function.__globals__:
                 yield f" {name}", function.__globals__[name]
 

@@ -25,8 +25,10 @@ from graphsplit.guards.values import (
     MUTABLE,
     Frozen,
     freeze,
+    is_mapping,
     is_plain,
     is_scalar,
+    keys_of,
     number_of,
     put_back,
     put_into,
@@ -34,6 +36,7 @@ from graphsplit.guards.values import (
     same,
     shown,
     thaw,
+    values_of,
     with_leaves,
 )
 from graphsplit.planning.recordings import Recordings
@@ -338,21 +341,20 @@ def _read(
     return tensor
 
 
-def can_be_written(value: Any) -> bool:
+def can_be_written(value: Any, _inside: tuple[int, ...] = ()) -> bool:
     """Whether a value that was written comes back as it was, classes of containers included."""
     kind = type(value)
-    if kind is SimpleNamespace:
-        return can_be_written(vars(value))
-    if isinstance(value, dict):
-        return kind in (dict, Counter) and all(map(can_be_written, (*value, *value.values())))
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return kind in _OF_VALUES and all(map(can_be_written, value))
+    if isinstance(value, (SimpleNamespace, dict, list, tuple, set, frozenset, deque)):
+        parts = [*keys_of(value), *values_of(value)] if is_mapping(value) else [*value]
+        inside = (*_inside, id(value))
+        is_plain_kind = kind in _OF_VALUES and id(value) not in _inside
+        return is_plain_kind and all(can_be_written(part, inside) for part in parts)
     if isinstance(value, Enum):
         return is_known_member(value)
     return value is MISSING or has_bits(value) or isinstance(value, _WRITTEN)
 
 
-_OF_VALUES = (list, tuple, set, frozenset, deque)
+_OF_VALUES = (SimpleNamespace, dict, Counter, list, tuple, set, frozenset, deque)
 _WRITTEN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, array),
     *(torch.dtype, torch.device),

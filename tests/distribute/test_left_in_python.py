@@ -372,13 +372,48 @@ class Logged(nn.Module):
         return loss + 0.1 * size
 
 
+Keeps = tuple[Any, Callable[[], Any]]
+
+
+def _in_a_dictionary() -> Keeps:
+    loss_fn = Logged(as_object=False)
+    return loss_fn, lambda: loss_fn.parts
+
+
+def _in_an_object() -> Keeps:
+    loss_fn = Logged(as_object=True)
+    return loss_fn, lambda: loss_fn.parts.value
+
+
+def _on_a_function() -> Keeps:
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        made = nn.functional.mse_loss(outputs, targets)
+        kept.last, kept.rows = made.item(), len(outputs)
+        return made
+
+    kept: Any = loss_fn
+    return loss_fn, lambda: (kept.last, kept.rows)
+
+
+def _on_a_class() -> Keeps:
+    class Kept:
+        last: float
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        made = nn.functional.mse_loss(outputs, targets)
+        Kept.last = made.item()
+        return made
+
+    return loss_fn, lambda: Kept.last
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("as_object", [False, True])
-def test_numbers_of_values_that_a_loss_leaves_unread(as_object: bool, microbatches: int) -> None:
+@pytest.mark.parametrize("keep", [_in_a_dictionary, _in_an_object, _on_a_function, _on_a_class])
+def test_numbers_of_values_that_a_loss_leaves_unread(keep: Any, microbatches: int) -> None:
     """They were dropped, or left as what stands for a number while a step is captured."""
 
     def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
-        loss_fn = Logged(as_object)
+        loss_fn, look = keep()
         net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
         optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
         is_plain = distribute is plain
@@ -392,6 +427,6 @@ def test_numbers_of_values_that_a_loss_leaves_unread(as_object: bool, microbatch
                 optimizer.step()
             else:
                 model.train_step(inputs, targets)
-            yield loss_fn.parts.value if as_object else loss_fn.parts
+            yield look()
 
     assert_same_bits(loop, 2)

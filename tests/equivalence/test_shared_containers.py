@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from equivalence_helpers import batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from torch import nn
+
+from graphsplit.planning.python_values import can_be_written
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 Script = Callable[[int, Any], object]
@@ -92,6 +96,23 @@ def _turns_keys(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h * (1 + key)
 
 
+def _in_itself(net: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * net.x.held[1][1][0] * net.y.held["y"]["scale"]
+
+
+def _writes_in_itself(step: int, net: Any) -> None:
+    if step > 2:
+        net.x.held[0] = net.y.held["scale"] = 0.5 + step
+
+
+def _holding_themselves() -> tuple[Any, Any]:
+    x: list[Any] = [1.0]
+    y: dict[str, Any] = {"scale": 2.0}
+    x.append(x)
+    y["y"] = y
+    return SimpleNamespace(held=x), SimpleNamespace(held=y)
+
+
 def _nothing(step: int, net: Any) -> None:
     pass
 
@@ -106,11 +127,12 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
     "parted by forward": (_parts, _nothing, lambda: ([one := [1.0], one])),
     "other keys": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
     "other keys of microbatches": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
+    "in itself": (_in_itself, _writes_in_itself, _holding_themselves),
 }
 
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
-@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 5, strict=False)))
+@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 6, strict=False)))
 def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
     forward, script, containers = CASES[case]
     assert_same_bits(
@@ -124,3 +146,10 @@ def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
         before_step=lambda step, net, loss_fn: script(step, net),
         plan_everywhere=True,
     )
+
+
+def test_what_holds_itself_cannot_be_written() -> None:
+    """It was followed for ever."""
+    holding, twice = [one.held for one in _holding_themselves()], [1.0]
+    assert not any(map(can_be_written, (*holding, (holding[0],), SimpleNamespace(x=holding[1]))))
+    assert can_be_written([twice, {"x": twice}, SimpleNamespace(x=deque(twice))])

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
-from graphsplit.capture.reach.reach import Walk, is_of_library, names_in
+from graphsplit.capture.reach.names import names_in
+from graphsplit.capture.reach.reach import Walk, is_of_library
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
@@ -166,4 +167,4 @@ def names_within_reach(roots: Iterable[Any]) -> frozenset[str]:
     walk.run(roots)
     functions = (value for value in walk.seen.values() if isinstance(value, types.FunctionType))
     own = (function for function in functions if not is_of_library(function.__module__))
-    return frozenset().union(*(names_in(function.__code__)[1] for function in own))
+    return frozenset().union(*(names_in(function.__code__).every for function in own))

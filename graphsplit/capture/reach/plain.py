@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from graphsplit.capture.reach.holders import Holder
-from graphsplit.capture.reach.reach import Walk, is_iterator, names_in
+from graphsplit.capture.reach.names import names_in
+from graphsplit.capture.reach.reach import Walk, is_iterator
 from graphsplit.guards.values import BY_VALUE
 
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
@@ -56,7 +57,8 @@ class _PlainWalk(Walk):
             if (frame := value.gi_frame) is not None:
                 for inner in frame.f_locals.values():
                     self._push(inner, name)
-                self._visit_names(frame.f_globals, *names_in(frame.f_code))
+                names = names_in(frame.f_code)
+                self._visit_names(frame.f_globals, names.globals, names)
         elif is_iterator(value):
             self.is_open = True
             for inner in gc.get_referents(value):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import collections
 import copy
-import dis
 import functools
 import operator
 import pickle
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
+from graphsplit.capture.reach.names import CodeNames, names_in
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import BY_VALUE, keys_of, values_of
 from graphsplit.torch_ext.attributes import (
@@ -62,7 +62,6 @@ _ITERATORS: tuple[type, ...] = (
     filter,
     types.GeneratorType,
 )
-_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME")
 _HOOKING = frozenset(
     ("register_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
 )
@@ -178,16 +177,14 @@ class Walk:
         for cell, cell_name in zip(function.__closure__ or (), code.co_freevars, strict=False):
             self._push(cell, cell_name)
             if isinstance(module := _content_of(cell), types.ModuleType):
-                self._visit_module(module, names[1])
+                self._visit_module(module, names)
         # An empty dictionary may get entries.
         self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
-        if not _HOOKING.isdisjoint(names[1]):  # what it registers runs in backward
+        if not _HOOKING.isdisjoint(names.every):  # what it registers runs in backward
             self._in_backward.append(function)
-        self._visit_names(function.__globals__, *names)
+        self._visit_names(function.__globals__, names.globals, names)
 
-    def _visit_names(
-        self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
-    ) -> None:
+    def _visit_names(self, held: dict[str, Any], names: frozenset[str], inner: CodeNames) -> None:
         # In an order that all workers share.
         own = sorted(n for n in names if n in held or not hasattr(_builtins(held), n))
         for name in own:
@@ -213,14 +210,15 @@ class Walk:
             Holder(key, label, lambda: (held.get(name, NOTHING),), write, decides=decides)
         )
 
-    def _visit_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
+    def _visit_module(self, module: types.ModuleType, names: CodeNames) -> None:
         if module is random:
             self._push(PYTHONS, "Python's module random")
-        elif module is np.random or (module is np and "random" in names):
+        elif module is np.random or (module is np and "random" in names.every):
             self._push(NUMPYS, "numpy.random")
         if not is_of_library(module.__name__) and id(module) not in self.seen:
             self.seen[id(module)] = module
-            self._visit_names(vars(module), names & vars(module).keys(), names)
+            asked = names.every & (vars(module).keys() | names.stored)
+            self._visit_names(vars(module), asked, names)
 
     def _visit_cell(self, cell: types.CellType, name: str) -> None:
         def read() -> Any:
@@ -475,19 +473,6 @@ def _refuse_used(name: str) -> None:
         f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
         f"is then not run when a plan is made."
     )
-
-
-@functools.lru_cache(maxsize=1 << 15)
-def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals that code uses, in functions inside it as well; and all names in it."""
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = names_in(constant)
-            found |= inner[0]
-            names |= inner[1]
-    return frozenset(found), frozenset(names)
 
 
 def _builtins(held: dict[str, Any]) -> Any:
