@@ -140,11 +140,33 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True)
+class MemoryPart:
+    """The memory of an output that looks at an input, or at what another output looks at.
+
+    Attributes:
+        memory: A number that all parts of this memory have in common.
+        begin: How many bytes lie between the beginning of the memory, or of the input, and its own.
+        input: The place of the input; None where the step has made the memory.
+    """
+
+    memory: int
+    begin: int
+    input: int | None
+
+
+@dataclass(frozen=True)
 class Output:
-    """One leaf of the graph's output: a node's value, or a plain Python value."""
+    """One leaf of the graph's output: a node's value, or a plain Python value.
+
+    Attributes:
+        node: The node.
+        constant: The plain value, where there is no node.
+        part: Which part of memory it looks at, where that is not its own alone.
+    """
 
     node: int | None
     constant: Any = None
+    part: MemoryPart | None = None
 
 
 @dataclass(frozen=True)

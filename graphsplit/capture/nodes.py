@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
+from graphsplit.capture.graph import LOSS_PATH, MemoryPart, Node, NodeKind, Output
 from graphsplit.capture.numbers.sizes import check_known, is_number
 from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded
 from graphsplit.capture.operations.effects import (
@@ -26,6 +26,7 @@ from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call
 from graphsplit.capture.operations.probe import Differentiation, Probe, makes_views
 from graphsplit.capture.operations.regions import region_of
+from graphsplit.capture.shared_outputs import parts_of
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
@@ -109,12 +110,19 @@ class NodeBuilder:
         elif fx_node.op == "output":
             leaves = fx_node.args[0]
             assert isinstance(leaves, (tuple, list))
-            self.outputs = tuple(self._output(leaf) for leaf in leaves)
+            parts = zip(leaves, self._parts(leaves), strict=True)
+            self.outputs = tuple(self._output(leaf, part) for leaf, part in parts)
 
-    def _output(self, leaf: Any) -> Output:
+    def _output(self, leaf: Any, part: MemoryPart | None) -> Output:
         if isinstance(leaf, FxNode):
-            return Output(self._position[leaf])
+            return Output(self._position[leaf], part=part)
         return Output(None, leaf)
+
+    def _parts(self, leaves: Sequence[Any]) -> Sequence[MemoryPart | None]:
+        positions = self._position.items()
+        kinds = {fx_node: self.nodes[at] for fx_node, at in positions}
+        inputs = {f: int(n.target) for f, n in kinds.items() if n.kind is NodeKind.INPUT}
+        return parts_of(leaves, inputs)
 
     def _append(self, fx_node: FxNode, node: Node) -> None:
         self._position[fx_node] = len(self.nodes)

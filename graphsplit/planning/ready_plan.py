@@ -78,9 +78,11 @@ class ReadyPlan:
         """For each worker, the microbatches of which it consumes an input."""
         plan, microbatches = self.plan, range(self.part.num_microbatches)
         nodes = plan.placed.graph.nodes
-        outputs = {output.node for output in plan.placed.graph.outputs} - {None}
         is_handed_out = any(
-            nodes[output].kind is NodeKind.INPUT for output in outputs if output is not None
+            nodes[output.node].kind is NodeKind.INPUT
+            or (output.part is not None and output.part.input is not None)
+            for output in plan.placed.graph.outputs
+            if output.node is not None
         )
         if is_handed_out or self.asks:  # every worker hands them out, or may need them
             return (tuple(microbatches),) * plan.num_workers

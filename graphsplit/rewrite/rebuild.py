@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import CapturedGraph, Node
+from graphsplit.capture.graph import CapturedGraph, MemoryPart, Node
 from graphsplit.capture.nodes import NodeBuilder
 
 
@@ -50,6 +50,7 @@ class _Rebuilder(NodeBuilder):
         )
         super().__init__(program, {}, graph.mode.records_gradients)
         self._old = {node.name: node for node in graph.nodes}
+        self._old_outputs = graph.outputs
         self._origins = origins
         self._more_runs_after = runs_after
 
@@ -63,6 +64,9 @@ class _Rebuilder(NodeBuilder):
         old = self._old.get(fx_node.name)
         if old is not None:  # else: a tied tensor, whose first placeholder stands for all
             self._append(fx_node, old)
+
+    def _parts(self, leaves: Sequence[Any]) -> Sequence[MemoryPart | None]:
+        return [output.part for output in self._old_outputs]
 
     def _as_before(self, node: Node) -> Node:
         positions = (

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from graphsplit.batches.signature import Arguments
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.planning.step_plan import total_loss
+from graphsplit.train.shared_outputs import in_shared_memory
 
 
 @dataclass(frozen=True)
@@ -74,4 +75,5 @@ def unflatten_outputs(
             leaves.append((numbers or {})[node.name])
         else:
             leaves.append(values[output.node])
-    return graph.output_spec.rebuild(leaves)
+    parts = [output.part for output in graph.outputs]
+    return graph.output_spec.rebuild(in_shared_memory(leaves, parts, inputs))

@@ -1,0 +1,54 @@
+"""Outputs that look at the memory of an input, or of one another: writes to one show there, too.
+
+Outputs travel by value. So it is noted when a step is captured which part of which memory each of
+them looks at, and each worker puts them together again like that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node as FxNode
+
+from graphsplit.capture.graph import MemoryPart
+from graphsplit.torch_ext.attributes import storage_of
+from graphsplit.torch_ext.private import FakeTensor
+
+
+def parts_of(leaves: Sequence[Any], inputs: Mapping[FxNode, int]) -> list[MemoryPart | None]:
+    """The part of each output; None for one whose memory is its own, or which is the input itself.
+
+    Args:
+        leaves: The outputs.
+        inputs: The nodes of inputs, each with its place.
+    """
+    of_inputs = {_storage(node): (_begin(node), place) for node, place in inputs.items()}
+    nodes = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, FxNode))
+    looking: dict[int | None, list[FxNode]] = {}
+    for node in nodes:
+        looking.setdefault(_storage(node), []).append(node)
+    found: dict[FxNode, MemoryPart] = {}
+    for number, (storage, ones) in enumerate(looking.items()):
+        begin, place = of_inputs.get(storage, (0, None))
+        if storage is None or begin is None or (place is None and len(ones) == 1):
+            continue
+        for node in ones:
+            own = _begin(node)
+            if node not in inputs and own is not None and own >= begin:
+                found[node] = MemoryPart(number, own - begin, place)
+    return [found.get(leaf) if isinstance(leaf, FxNode) else None for leaf in leaves]
+
+
+def _storage(node: FxNode) -> int | None:
+    value = node.meta.get("val")
+    is_strided = isinstance(value, FakeTensor) and value.layout is torch.strided
+    return storage_of(value) if is_strided else None
+
+
+def _begin(node: FxNode) -> int | None:
+    """Where a tensor begins in its memory; None where that depends on sizes that may change."""
+    value = node.meta["val"]
+    offset = value.storage_offset() if _storage(node) is not None else None
+    return offset * value.element_size() if isinstance(offset, int) else None
