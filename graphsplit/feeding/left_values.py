@@ -73,6 +73,21 @@ class Known:
                 f"  Fix: give the code the same objects on all workers."
             ) from None
 
+    def there(self, name: Any) -> Any:
+        """The object of this name on this worker.
+
+        Raises:
+            ConfigurationError: There is none, or nobody here has it any more.
+        """
+        value = self.holder(name).of
+        if value is None:
+            raise ConfigurationError(
+                f"code kept whole on {self._home} has left an object, {name}, which nobody holds "
+                f"any more on {self._here}\n"
+                f"  Fix: keep it in an attribute there, too, as long as the code may leave it."
+            )
+        return value
+
 
 def told(value: Any, known: Known, depth: int = 0) -> Any:
     """A value as it is sent; ``UNTOLD`` where it cannot be."""
@@ -125,7 +140,7 @@ def learned(sent: Any, there: Any, where: str, known: Known, *, is_filled: bool 
                 return tensor
             return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
         case ["\0left", "there", name]:
-            return known.holder(name).of
+            return known.there(name)
         case ["\0left", [name], list(keys), list(parts)]:
             made = _object(name, there, known, is_filled=is_filled)
             if made is None:

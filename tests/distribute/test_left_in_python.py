@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from recovery_helpers import threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import OwnershipError
+from graphsplit.capture.reach.holders import Holder
+from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.feeding.left_values import Known, learned, told
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -430,3 +433,16 @@ def test_numbers_of_values_that_a_loss_leaves_unread(keep: Any, microbatches: in
             yield look()
 
     assert_same_bits(loop, 2)
+
+
+def test_an_object_that_is_gone_on_another_worker() -> None:
+    """It would be None there."""
+    thing = Count()
+    holders = {"thing": Holder(vars(thing), "thing", lambda: {}, lambda held: None, of=thing)}
+    known = Known(holders, "worker 0", "worker 1")
+    sent = told(thing, known)
+    assert learned(sent, None, "", known) is thing
+    del thing
+    gc.collect()
+    with pytest.raises(ConfigurationError, match="nobody holds any more on worker 1"):
+        learned(sent, None, "", known)
