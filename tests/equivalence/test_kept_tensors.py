@@ -163,6 +163,38 @@ class Hidden(Net):
         return h + sum(self.past)
 
 
+class InTurns:
+    """Losses of one class, each with an average of its own."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.losses, self.use = [make(), make()], 0
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        chosen = [loss for number, loss in enumerate(self.losses) if number == self.use]
+        made: torch.Tensor = chosen[0](outputs, target)
+        return made
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("make", [Average, FromNothing, InPlace])
+def test_each_loss_of_a_class_keeps_its_own_tensor(make: Any, microbatches: int) -> None:
+    """They were kept in one buffer, without a word."""
+
+    def take_turns(step: int, net: Any, loss_fn: Any) -> None:
+        loss_fn.use = (0, 0, 1, 1, 0, 1)[step]
+
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=6),
+        num_workers=2,
+        place=place,
+        loss_fn=InTurns(make),
+        microbatches=microbatches,
+        before_step=take_turns,
+        plan_everywhere=True,
+    )
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_network_keeps_tensors_in_attributes(microbatches: int) -> None:
     def restart(step: int, net: Any, loss_fn: Any) -> None:

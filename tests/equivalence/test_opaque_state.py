@@ -315,6 +315,66 @@ def test_shared_state_that_changes_later_is_refused_then() -> None:
         compare(gs.opaque(changes_late), gs.opaque(reads_entry))
 
 
+class Counted(nn.Module):
+    """Calls a function, and counts in a buffer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        made: torch.Tensor = self.function(h)
+        return made
+
+
+class ReadBetween(nn.Module):
+    """Reads what calls kept whole count in buffers, so that these run on copies of the buffers."""
+
+    def __init__(self, one: Callable[..., Any], other: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.other = gs.opaque(Counted(one)), gs.opaque(Counted(other))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.one(self.first(x)) + self.one.count
+        h = self.other(self.last(h))
+        made: torch.Tensor = h + self.one.count * self.other.count
+        return made
+
+
+def compare_on_copies(
+    one: Callable[..., Any], other: Callable[..., Any], microbatches: int
+) -> None:
+    def place(net: Any) -> None:
+        for module, rank in ((net.first, 0), (net.one, 0), (net.last, 1), (net.other, 1)):
+            module.place("MS_WORKER", rank)
+
+    assert_same_bits(
+        lambda: ReadBetween(one, other),
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_state_that_calls_on_copies_share_is_refused(microbatches: int) -> None:
+    """Each worker counted for itself, without a word."""
+    compare_on_copies(reads_entry, reads_entry, microbatches)
+    with pytest.raises(PlacementError, match=r"(?s)share shared, which changes .*state.py.*Fix"):
+        compare_on_copies(shares_entry, reads_entry, microbatches)
+
+
+def test_state_that_calls_on_copies_share_and_change_later_is_refused_then() -> None:
+    times.clear()
+    with pytest.raises(StepFailedError, match=r"changes shared, which a call elsewhere can reach"):
+        compare_on_copies(changes_late, reads_entry, 1)
+
+
 def takes_numbers(h: torch.Tensor) -> torch.Tensor:
     return h * next(numbers)
 

@@ -17,6 +17,7 @@ last version of a parameter or buffer back where it lives.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,6 +210,12 @@ class WriteToCopy(MemoryCall):
         self._views = views
         self._kept = kept
         self._region = region
+
+    def running(self, target: Callable[..., Any]) -> WriteToCopy:
+        """The same with another function in the operation's place."""
+        made = copy.copy(self)
+        made.target = target
+        return made
 
     def __call__(self, *operands: Any) -> Any:
         """Copy, and run the operation."""

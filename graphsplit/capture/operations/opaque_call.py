@@ -11,7 +11,7 @@ the recorded ``OpaqueCall`` itself::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +58,6 @@ class Limits:
             since something is written to it later, on another worker or in another segment.
         detached: Outputs that are written to later, in place. An operand that came from elsewhere
             is a leaf here, which autograd lets nobody write to.
-        unchanged: Python state that it must leave as it is, each with the line of a call elsewhere
-            that can reach it too.
         keeps_gradients: Whether a gradient that was not expected would be lost.
     """
 
@@ -67,7 +65,6 @@ class Limits:
     same: tuple[Pair, ...] = ()
     as_captured: tuple[Pair, ...] = ()
     detached: tuple[int, ...] = ()
-    unchanged: tuple[tuple[Holder, str], ...] = ()
     keeps_gradients: bool = True
 
 
@@ -116,6 +113,8 @@ class OpaqueCall:
         source: The user's line.
         reached: The Python state that it can reach.
         limits: What it must not return; None: all must be related as it was captured.
+        watched: Python state that it must leave as it is, each with the line of a call elsewhere
+            that can reach it too.
     """
 
     def __init__(
@@ -127,6 +126,7 @@ class OpaqueCall:
         source: str,
         reached: Reached | None = None,
         limits: Limits | None = None,
+        watched: tuple[tuple[Holder, str], ...] = (),
     ) -> None:
         self.label = label
         self.text = text
@@ -135,6 +135,7 @@ class OpaqueCall:
         self.reached = reached or Reached()
         self._run = run
         self._limits = limits
+        self._watched = watched
         # The generated code of a graph names what it calls.
         self.__name__ = self.__qualname__ = "".join(c if c.isalnum() else "_" for c in label)
         self.__module__ = "graphsplit_opaque"
@@ -142,11 +143,12 @@ class OpaqueCall:
     def __str__(self) -> str:
         return self.label
 
-    def within(self, limits: Limits) -> OpaqueCall:
-        """The same call, free to return all but what these limits forbid."""
-        return OpaqueCall(
-            self.label, self.text, self._run, self.traits, self.source, self.reached, limits
-        )
+    def within(
+        self, limits: Limits | None, watched: Iterable[tuple[Holder, str]] = ()
+    ) -> OpaqueCall:
+        """The same call, free to return and to change all but what this forbids."""
+        known = self.label, self.text, self._run, self.traits, self.source, self.reached
+        return OpaqueCall(*known, limits, tuple(watched))
 
     def __call__(self, *operands: Any) -> Any:
         """Run the call."""
@@ -159,8 +161,7 @@ class OpaqueCall:
         return self._called(operands)
 
     def _called(self, operands: Sequence[Any]) -> Any:
-        watched = self._limits.unchanged if self._limits is not None else ()
-        with leaves_state(self.label, self.source, watched):
+        with leaves_state(self.label, self.source, self._watched):
             outputs = list(self._run(*operands))
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from graphsplit.guards.places import Place
-from graphsplit.guards.values import any_leaf, freeze, put_into, with_leaves
+from graphsplit.guards.values import Frozen, any_leaf, freeze, put_into, with_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,3 +43,13 @@ def put_leaves(place: Place, mapped: Any) -> None:
     now = put_into(mapped, there)
     if now is not there:
         place.write(now)
+
+
+def labelled_leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
+    """The leaves of a snapshot, each with where it is."""
+    if not isinstance(frozen, Frozen):
+        yield frozen, label
+        return
+    keys = frozen.keys or range(len(frozen.items))
+    for key, item in zip(keys, frozen.items, strict=True):
+        yield from labelled_leaves(item, f"{label}[{key!r}]")

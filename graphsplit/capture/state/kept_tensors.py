@@ -17,7 +17,7 @@ eager mode a reference to it would keep the value of its step, and the buffer mo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,14 +26,13 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
-from graphsplit.capture.state.handed import Handed, put_leaves
+from graphsplit.capture.state.handed import Handed, labelled_leaves, put_leaves
 from graphsplit.capture.state.kept_value import KeptValue, shares_memory
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import (
     MISSING,
-    Frozen,
     any_leaf,
     freeze,
     put_back,
@@ -226,7 +225,8 @@ class KeptTensors:
         if hands_out:
             left = _read_again(left, places.values())
         not_kept = self._not_kept(left)
-        names = self._named([item for item in left if id(item.value) not in not_kept])
+        taken = self._held_elsewhere(noted)
+        names = self._named([item for item in left if id(item.value) not in not_kept], taken)
         wanted, unknown = self._wanted(left, names), self.unknown(noted)
         shared = [one for one in assigned.assigned() if not self._is_own(*one)]
         forms = [r for r in reforms if r.is_tensor and r.waiting not in buffers_of(r.module)]
@@ -300,7 +300,16 @@ class KeptTensors:
         known = stand_ins_of(self._network)
         return known.setdefault(f"{KEPT}{label}", KeptValue.of(torch.empty(0), label, why))
 
-    def _named(self, left: list[_Left]) -> dict[int, str]:
+    def _held_elsewhere(self, noted: Container[Any]) -> set[str]:
+        """The buffers of places that this code does not use, as those of another loss."""
+        kept = [name for name in self._state if name.startswith(f"{self._prefix}{KEPT}")]
+        names = {id(self._stand_in(name)): name.removeprefix(self._prefix) for name in kept}
+        places = (p for identity, p in self._places.items() if identity not in noted)
+        leaves = (leaf for place in places for leaf, _ in labelled_leaves(freeze(place.read()), ""))
+        held = {id(self.real_of(leaf)) for leaf in leaves}
+        return {name for number, name in names.items() if number in held}
+
+    def _named(self, left: list[_Left], taken: Collection[str]) -> dict[int, str]:
         """The buffer of each tensor that is left and is not itself state: one for each object."""
         own = {id(buffer): name for name, buffer in buffers_of(self._network).items()}
         names: dict[int, str] = {}
@@ -312,7 +321,7 @@ class KeptTensors:
                 continue
             name = base = _name_of(item.label, item.value)
             count = 1
-            while name in names.values():
+            while name in taken or name in names.values():
                 count += 1
                 name = f"{base} {count}"
             names[number] = name
@@ -400,6 +409,8 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         _own[id(tensor)] = tensor
     for name, one in found.wanted.items():
         places[one.place.identity] = one.place
+        while one.is_itself and buffers_of(network).get(name, one.old) is not one.old:
+            name = f"{name} 2"
         buffer = buffers_of(network).get(name)
         if buffer is None:
             buffer = one.old if one.is_itself and one.old is not None else _like(one.like)
@@ -432,7 +443,7 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
     storage = storage_of(tensor)
     found: dict[int, tuple[torch.Tensor, str, Place]] = {}
     for one in noted:
-        for leaf, label in _leaves(one.first, one.place.label):
+        for leaf, label in labelled_leaves(one.first, one.place.label):
             if shares_memory(leaf, storage):
                 found.setdefault(id(leaf), (leaf, label, one.place))
     if len(found) != 1:
@@ -468,20 +479,10 @@ def _read_again(left: Iterable[_Left], places: Iterable[Noted]) -> list[_Left]:
 
 
 def _left_in(one: Noted) -> Iterator[_Left]:
-    before = {label: leaf for leaf, label in _leaves(one.first, one.place.label)}
-    for leaf, label in _leaves(freeze(one.place.read()), one.place.label):
+    before = {label: leaf for leaf, label in labelled_leaves(one.first, one.place.label)}
+    for leaf, label in labelled_leaves(freeze(one.place.read()), one.place.label):
         if isinstance(leaf, FakeTensor):
             yield _Left(leaf, label, before.get(label), one.place)
-
-
-def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
-    """The leaves of a snapshot, each with where it is."""
-    if not isinstance(frozen, Frozen):
-        yield frozen, label
-        return
-    keys = frozen.keys or range(len(frozen.items))
-    for key, item in zip(keys, frozen.items, strict=True):
-        yield from _leaves(item, f"{label}[{key!r}]")
 
 
 def _name_of(label: str, tensor: torch.Tensor) -> str:

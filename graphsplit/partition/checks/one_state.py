@@ -62,18 +62,10 @@ def shared_elsewhere(
             yield mine.holders[key], source
 
 
-def opaque_calls(plan: PartitionPlan, *, on_copies: bool = False) -> list[tuple[int, OpaqueCall]]:
-    """The calls kept whole, each with its position.
-
-    Args:
-        plan: The plan.
-        on_copies: Whether to count those that run on copies of the buffers that they write to.
-    """
+def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
+    """The calls kept whole, those on copies of what they write to as well; with their positions."""
     graph = plan.placed.graph
-    calls = (
-        (node, getattr(node.target, "target", node.target) if on_copies else node.target)
-        for node in graph.fx_graph.nodes
-    )
+    calls = ((node, getattr(node.target, "target", node.target)) for node in graph.fx_graph.nodes)
     return [(graph.positions[node.name], one) for node, one in calls if isinstance(one, OpaqueCall)]
 
 
@@ -92,7 +84,7 @@ def left_by_calls(
             run such calls are named, and all ways are known.
     """
     found: dict[int, dict[Any, Holder]] = {}
-    for position, call in opaque_calls(plan, on_copies=True):
+    for position, call in opaque_calls(plan):
         of_worker = found.setdefault(plan.placed.workers[position], {})
         of_worker.update(call.reached.own_generators())
         if call.reached.may_write or call.reached.changed:

@@ -24,7 +24,6 @@ from graphsplit.capture.graph import Node
 from graphsplit.capture.opaque.handed_out import WRITTEN_LATER, WrittenLater
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import Limits, OpaqueCall, Pair
-from graphsplit.partition.checks.one_state import shared_elsewhere
 from graphsplit.partition.plan import PartitionPlan
 
 # In ``Node.meta`` of a call kept whole: pairs of tensors that the graph takes for one.
@@ -82,7 +81,6 @@ class _Returned:
             distinct=tuple(self._distinct()) if self._graph.has_gradients else (),
             as_captured=tuple(w.pair for w in written if not self._runs_in_place(w)),
             detached=tuple(sorted({w.pair[1] - num_operands for w in written})),
-            unchanged=tuple(shared_elsewhere(self._plan, self._call)),
             keeps_gradients=self._graph.mode.records_gradients,
         )
 

@@ -126,7 +126,7 @@ class LeftInPython:
                 self._note(latest.plan, rank)
 
     def _note(self, plan: PartitionPlan, rank: int) -> None:
-        calls, workers = opaque_calls(plan, on_copies=True), plan.placed.workers
+        calls, workers = opaque_calls(plan), plan.placed.workers
         found = [(workers[at], call, one) for at, call in calls for one in _of(call)]
         for worker, call, holder in found:
             way = self._ways.way_of.get(holder.key)

@@ -12,9 +12,11 @@ from typing import Any
 from torch import fx
 
 from graphsplit.capture.graph import Node
+from graphsplit.capture.operations.memory_calls import WriteToCopy
 from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.capture.operations.regions import ORDINARY, Region
 from graphsplit.capture.reach.holders import Holder
+from graphsplit.partition.checks.one_state import shared_elsewhere
 from graphsplit.partition.checks.returned import limits_of
 from graphsplit.partition.gradient_sums import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
@@ -176,7 +178,11 @@ class _Builder:
         args, kwargs = fx.map_arg((old.args, old.kwargs), operand)
         target = old.target
         if isinstance(target, OpaqueCall):
-            target = target.within(limits_of(self.plan, position))
+            watched = shared_elsewhere(self.plan, position)
+            target = target.within(limits_of(self.plan, position), watched)
+        elif isinstance(target, WriteToCopy) and isinstance(target.target, OpaqueCall):
+            watched = shared_elsewhere(self.plan, position)
+            target = target.running(target.target.within(None, watched))
         new = scope.graph.create_node(old.op, target, args, kwargs, name=old.name)
         if position in self.apart and self.pending is not None:
             _take_apart(new, self.apart[position], self.pending)
