@@ -43,8 +43,9 @@ def parts_of(leaves: Sequence[Any], inputs: Mapping[FxNode, int]) -> list[Memory
 
 def _storage(node: FxNode) -> int | None:
     value = node.meta.get("val")
-    is_strided = isinstance(value, FakeTensor) and value.layout is torch.strided
-    return storage_of(value) if is_strided else None
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
+        return None
+    return storage_of(value)
 
 
 def _begin(node: FxNode) -> int | None:

@@ -36,6 +36,7 @@ from graphsplit.batches.rows import (
 )
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.reach.holders import GENERATORS, NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.names import CodeNames
 from graphsplit.capture.reach.reach import Walk, holders
 from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError
@@ -290,9 +291,7 @@ class _DataWalk(Walk):
         if str(type(value).__module__).startswith("torch.utils.data"):  # holds the user's data set
             self._visit_attributes(value, name)
 
-    def _visit_names(
-        self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
-    ) -> None:
+    def _visit_names(self, held: dict[str, Any], names: frozenset[str], inner: CodeNames) -> None:
         if "site-packages" not in str(held.get("__file__")):
             super()._visit_names(held, names, inner)
 
