@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from graphsplit.capture.numbers.sizes import DynamicSizes
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.operations.regions import ORDINARY, Region
+from graphsplit.capture.operations.shared_outputs import MemoryPart
 from graphsplit.capture.python.guards import NO_STATE, PythonState
 from graphsplit.capture.state.old_values import MODIFIED
 from graphsplit.capture.state.owned_tensors import Key
@@ -137,21 +138,6 @@ class Mode(Enum):
     def keeps_outputs_home(self) -> bool:
         """Whether each output stays on the worker that makes it: the script's own loop asks."""
         return self in (Mode.CALL, Mode.LOOK)
-
-
-@dataclass(frozen=True)
-class MemoryPart:
-    """The memory of an output that looks at an input, or at what another output looks at.
-
-    Attributes:
-        memory: A number that all parts of this memory have in common.
-        begin: How many bytes lie between the beginning of the memory, or of the input, and its own.
-        input: The place of the input; None where the step has made the memory.
-    """
-
-    memory: int
-    begin: int
-    input: int | None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import LOSS_PATH, MemoryPart, Node, NodeKind, Output
+from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
 from graphsplit.capture.numbers.sizes import check_known, is_number
 from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded
 from graphsplit.capture.operations.effects import (
@@ -26,7 +26,7 @@ from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call
 from graphsplit.capture.operations.probe import Differentiation, Probe, makes_views
 from graphsplit.capture.operations.regions import region_of
-from graphsplit.capture.shared_outputs import parts_of
+from graphsplit.capture.operations.shared_outputs import MemoryPart, parts_of
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation

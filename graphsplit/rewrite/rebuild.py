@@ -10,8 +10,9 @@ from typing import Any
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import CapturedGraph, MemoryPart, Node
+from graphsplit.capture.graph import CapturedGraph, Node
 from graphsplit.capture.nodes import NodeBuilder
+from graphsplit.capture.operations.shared_outputs import MemoryPart
 
 
 def rebuilt(

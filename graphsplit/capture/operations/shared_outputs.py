@@ -7,14 +7,29 @@ them looks at, and each worker puts them together again like that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import MemoryPart
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.private import FakeTensor
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """The memory of an output that looks at an input, or at what another output looks at.
+
+    Attributes:
+        memory: A number that all parts of this memory have in common.
+        begin: How many bytes lie between the beginning of the memory, or of the input, and its own.
+        input: The place of the input; None where the step has made the memory.
+    """
+
+    memory: int
+    begin: int
+    input: int | None
 
 
 def parts_of(leaves: Sequence[Any], inputs: Mapping[FxNode, int]) -> list[MemoryPart | None]:
