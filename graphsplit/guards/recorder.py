@@ -131,6 +131,7 @@ class ReadRecorder(ValueVisitor):
             sys.settrace(before)
             self.by_name.remove()
             self._classes.remove()
+            self.note_new()
             if collects:
                 gc.enable()
 
@@ -217,7 +218,6 @@ class ReadRecorder(ValueVisitor):
 
     def note_unseen(self) -> None:
         """Note attributes of modules that code has written past their classes."""
-        self.note_new()
         for module, before in self._held_first:
             held = vars(module)
             _, path, label = self.tables[id(held)]

@@ -138,7 +138,7 @@ def _num_bytes(value: torch.Tensor) -> int:
 
 
 def _view(memory: torch.Tensor, begin: int, value: torch.Tensor) -> torch.Tensor:
-    """What lies so many bytes behind the beginning of a tensor, in the form of a value."""
+    """The part of a tensor so many bytes behind its beginning, in the form of a value."""
     flat = memory.as_strided((span_elements(memory.shape, memory.stride()),), (1,))
     if flat.dtype != value.dtype:
         flat = flat.view(value.dtype)

@@ -64,7 +64,7 @@ def _storage(node: FxNode) -> int | None:
 
 
 def _begin(node: FxNode) -> int | None:
-    """Where a tensor begins in its memory; None where that depends on sizes that may change."""
+    """The first byte of a tensor in its memory; None if that depends on sizes that may change."""
     value = node.meta["val"]
     offset = value.storage_offset() if _storage(node) is not None else None
     return offset * value.element_size() if isinstance(offset, int) else None

@@ -227,7 +227,6 @@ class StateWatch:
                     yield
                 run_again.check()
                 iterators.check()
-                recorder.note_new()
                 if assigned is not None:
                     self._kept.settle(recorder.noted, assigned, hands_out=self._hands_out)
                 has_ended = True
