@@ -25,6 +25,7 @@ class Offer:
         disk: Snapshots that it sees complete on its disk.
         reaches: Snapshots to which it could go back if they were on disk.
         can_start: Whether it can go back to where the script began.
+        begins_anew: Whether it would fix owners anew there.
         owners: For each Model, by index, the owners that are fixed.
         seats: The workers among whom ``own`` and ``held`` were taken, by their seats.
         whole: Snapshots of which it has the parts of all.
@@ -36,6 +37,7 @@ class Offer:
     disk: Numbers = ()
     reaches: Numbers = ()
     can_start: bool = True
+    begins_anew: bool = True
     owners: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     seats: Numbers = ()
     whole: Numbers = ()
@@ -89,6 +91,8 @@ def choose(offers: Sequence[Offer], seats: Sequence[int] | None = None) -> Targe
         raise ClusterError(_lost(offers, fresh) if seats is None else _lost_together(offers, seats))
     number = max([*in_memory, *on_disk, *start])
     from_disk = number in on_disk and number not in in_memory
+    if number == START and all(offer.begins_anew for offer in offers):
+        owners = {}  # those who come must not place by what the others forget
     if seats is None:
         return Target(number, from_disk, fresh, owners)
     return Target(number, from_disk, fresh, {}, () if from_disk else givers.get(number, ()))

@@ -202,8 +202,14 @@ _KINDS: dict[str, CallKind] = {
     "latest_checkpoint": _Path(),
 }
 _PLAIN = CallKind()
+_LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
 
 
 def kind_of(name: str) -> CallKind:
     """The kind of a call, by its name."""
     return _KINDS.get(name, _PLAIN)
+
+
+def loads_state(name: str) -> bool:
+    """Whether a call of this name brings a state from outside."""
+    return name in _LOADS

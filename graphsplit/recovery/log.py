@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
 from graphsplit.checkpoint.states import Stateful, states_of
+from graphsplit.guards.values import with_leaves
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.python_values import Numbers, Values
+from graphsplit.planning.recordings import requires_grad_of
+from graphsplit.planning.task import trainable_of
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
 from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
@@ -67,7 +71,8 @@ class ModelBefore:
 
     Attributes:
         share: The Model.
-        given: Its loss, its optimizer, and what hangs where in its network.
+        before: Its loss, its optimizer, and what hung where in its network, after the call before.
+        given: The same, as the script has made it since.
         states: Of every optimizer, where it was given since the call before; else None.
         settings: Of every optimizer.
         members: The parameters of every group of every optimizer.
@@ -83,6 +88,7 @@ class ModelBefore:
     """
 
     share: ModelSnapshot
+    before: Given
     given: Given
     states: list[dict[Any, Any]] | None
     settings: list[list[dict[str, Any]]]
@@ -103,11 +109,12 @@ class ModelBefore:
         is_new = not given.is_same(share.given_before)
         return cls(
             share,
+            share.given_before,
             given,
             [_copied(dict(o.state)) for o in share.task.optimizers] if is_new else None,
             [settings_of(optimizer) for optimizer in share.task.optimizers],
             [members_of(optimizer) for optimizer in share.task.optimizers],
-            share.engine.planner.requires_grad(),
+            requires_grad_of(trainable_of(share.task)),
             share.engine.planner.python_values.now(),
             changed,
             share.states.resumption,
@@ -123,24 +130,34 @@ class ModelBefore:
 
     def put_back(self) -> None:
         """Let it be like that again."""
-        self.share.go_on_with(self.given)
+        given, moved = self.given.done_again(self.before)
+        self.share.go_on_with(given)
         optimizers = self.share.task.optimizers
         for optimizer, state in zip(optimizers, self.states or (), strict=False):
             optimizer.state.clear()
             optimizer.state.update(_copied(state))
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
-        put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
+        put_requires_grad(trainable_of(self.share.task), self.requires_grad)
         if self.attributes is not None and self.contents is not None:
             self.contents.put_back()
             self.share.states.python.put(self.attributes)
-        self.share.engine.planner.python_values.put(*self.python_values)
+        values, numbers = self.python_values
+        self.share.engine.planner.python_values.put(
+            {key: with_leaves(v, partial(_present, moved)) for key, v in values.items()},
+            [(_present(moved, tensor), number) for tensor, number in numbers],
+        )
         self.share.left.put_back([self.left])
-        self.share.change_again(self.changed)
-        for tensor in self.left_out:
+        self.share.change_again([(_present(moved, t), value) for t, value in self.changed])
+        for tensor in map(partial(_present, moved), self.left_out):
             if isinstance(tensor, Elsewhere):
                 tensor.note_write()
         self.share.states.resumption = self.resumption
+
+
+def _present(moved: Mapping[int, torch.Tensor], leaf: Any) -> Any:
+    """The tensor that hangs where another one hung then; anything else as it is."""
+    return moved.get(id(leaf), leaf)
 
 
 @dataclass

@@ -36,13 +36,13 @@ from graphsplit.errors import (
 )
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall, Script
-from graphsplit.recovery.kinds import kind_of
+from graphsplit.recovery.kinds import kind_of, loads_state
 from graphsplit.recovery.log import Entry, refuse_what_ends
 from graphsplit.recovery.loops.anew import Successor
 from graphsplit.recovery.loops.script import BOTH, LoopScript
 from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.share import ModelSnapshot, loads_state
+from graphsplit.recovery.snapshot.share import ModelSnapshot
 from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
 from graphsplit.train.cluster_engine import ClusterEngine
 

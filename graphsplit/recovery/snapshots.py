@@ -269,6 +269,7 @@ class Snapshots(Parts):
             disk=tuple(self._folder.numbers()) if self._folder is not None else (),
             reaches=tuple(self._places),
             can_start=can_start and all(share.can_start for share in self._shares),
+            begins_anew=all(share.can_begin_anew for share in self._shares),
             owners=owners,
             seats=self._seats,
             whole=tuple({part.number for part in self._whole}),

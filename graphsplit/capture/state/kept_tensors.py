@@ -416,7 +416,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
             buffer = one.old if one.is_itself and one.old is not None else _like(one.like)
             register(network, name, buffer)
             if not one.is_itself:
-                stand_ins[name] = KeptValue.of(buffer, one.label)
+                stand_ins.setdefault(name, KeptValue.of(buffer, one.label))
         if one.old is None or buffer is one.old:
             continue
         if not isinstance(buffer, StandIn):  # its value lives on another worker

@@ -30,7 +30,14 @@ from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere, is_elsewhere
 from graphsplit.planning.plain_attributes import Scalars
-from graphsplit.planning.task import Task, materialize_all, named_state, stateful_modules
+from graphsplit.planning.recordings import requires_grad_of
+from graphsplit.planning.task import (
+    Task,
+    materialize_all,
+    named_state,
+    stateful_modules,
+    trainable_of,
+)
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
@@ -50,7 +57,6 @@ from graphsplit.train.cluster_engine import ClusterEngine
 
 Changed = Sequence[tuple[torch.Tensor, torch.Tensor]]  # tensors, with copies of their values
 _count = itertools.count()
-_LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
 
 
 class _RestMine(Ownership):
@@ -281,11 +287,10 @@ class ModelSnapshot:
         for name, optimizer in optimizers_of(task).items():
             contents.add_optimizer(name, optimizer, ownership, rank)
             settings.append([settings_of(optimizer), order_of(optimizer).num_steps])
-            groups = members_of(optimizer)
-            members.append([[self._names.get(id(p), "") for p in group] for group in groups])
+            members.append([[self._names.get(id(p), "") for p in g] for g in members_of(optimizer)])
         contents.add_section("settings", settings)
         contents.add_section("members", members)
-        contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
+        contents.add_section("requires_grad", list(requires_grad_of(trainable_of(self.task))))
         contents.add_section("forms", kept_forms(task))
         contents.add_section("scalars", self._scalars.changed())
         contents.add_section("attributes", self.engine.planner.python_values.kept())
@@ -423,7 +428,7 @@ class ModelSnapshot:
         self._scalars.put(sections.get("scalars", {}))
         self.engine.planner.python_values.put_back(sections["attributes"])
         self.left.put_back(sections_of(sections))
-        put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
+        put_requires_grad(trainable_of(self.task), sections["requires_grad"])
 
     def _put_optimizers(
         self, contents: CheckpointContents, settings: list[Any], members: list[list[list[str]]]
@@ -487,11 +492,6 @@ class ModelSnapshot:
             for tensor, value in changed:
                 if not is_elsewhere(tensor):
                     tensor.copy_(value)
-
-
-def loads_state(name: str) -> bool:
-    """Whether a call of this name brings a state from outside."""
-    return name in _LOADS
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor | None, name: str) -> None:

@@ -1,11 +1,14 @@
 """The parts of a network at one moment: modules, parameters, buffers and hooks, by their places.
 
 A script may swap a layer, wrap it, prune it or give it another parameter between two calls. A
-worker that goes back behind that needs the network that there was: the objects, by identity.
+worker that goes back behind that needs the network that there was: the objects, by identity. What
+graphsplit itself has put there meanwhile, such as a buffer for what code keeps, is made again by
+the calls that run again, and has their values: there only what the script did is done again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
@@ -70,6 +73,23 @@ class ModuleTables:
             del own[name]
         own.update(self.tensors)
 
+    def done_again(self, before: ModuleTables) -> ModuleTables:
+        """The module as it is now, with what became of it between two moments then."""
+        now = ModuleTables.of(self.module)
+        pairs = {name: (before.tables[name], table) for name, table in self.tables.items()}
+        return ModuleTables(
+            self.module,
+            now.kind if self.kind is before.kind else self.kind,
+            {name: _done_again(*pair, now.tables[name]) for name, pair in pairs.items()},
+            _done_again(before.tensors, self.tensors, now.tensors),
+        )
+
+    def pairs(self, other: ModuleTables) -> Iterator[tuple[Any, Any]]:
+        """Pairs of things in the places that two have in common, at these two moments."""
+        for name in TABLES:
+            one, another = self.tables[name], other.tables[name]
+            yield from ((value, another[key]) for key, value in one.items() if key in another)
+
 
 Tables = tuple[ModuleTables, ...]
 
@@ -91,6 +111,16 @@ def _holds_same(one: Any, other: Any) -> bool:
     return list(one) == list(other) and all(map(is_, one.values(), other.values()))
 
 
+def _done_again(before: Any, after: Any, now: Any) -> Any:
+    """A table as it is now, with the difference of two earlier ones."""
+    if not isinstance(after, dict):
+        return (now | (after - before)) - (before - after)
+    is_left_alone = {key: key in before and before[key] is value for key, value in after.items()}
+    found = {k: now.get(k, v) if is_left_alone[k] else v for k, v in after.items()}
+    found.update((k, v) for k, v in now.items() if k not in after and k not in before)
+    return found
+
+
 class Given(NamedTuple):
     """The things that the script may give a Model anew.
 
@@ -109,3 +139,22 @@ class Given(NamedTuple):
     def is_same(self, other: Given | Task) -> bool:
         """Whether these are the same loss and optimizers."""
         return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
+
+    def done_again(self, before: Given) -> tuple[Given, dict[int, torch.Tensor]]:
+        """The script's changes since what it had before, made to what is there now.
+
+        Args:
+            before: What there was when the script went on, before it gave this.
+
+        Returns:
+            That, and the tensors that hang where other ones hung then, by the identity of those.
+        """
+        then = {one.module: one for one in before.tables}
+        tables = tuple(
+            one.done_again(then[one.module]) if one.module in then else one for one in self.tables
+        )
+        pairs = (
+            pair for one, now in zip(self.tables, tables, strict=True) for pair in one.pairs(now)
+        )
+        moved = {id(old): new for old, new in pairs if old is not new}
+        return self._replace(tables=tables), moved
