@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
@@ -193,6 +194,27 @@ def test_each_loss_of_a_class_keeps_its_own_tensor(make: Any, microbatches: int)
         before_step=take_turns,
         plan_everywhere=True,
     )
+
+
+@pytest.mark.parametrize("make", [Average, FromNothing])
+def test_what_the_script_has_taken_from_its_place_is_not_read_in_another_one(make: Any) -> None:
+    """It went on from the average of the latest step, without a word."""
+
+    def go_back(step: int, net: Any, loss_fn: Any) -> None:
+        if step == 2:
+            loss_fn.losses[1] = copy.copy(loss_fn.losses[0])
+        loss_fn.use = int(step >= 4)
+
+    with pytest.raises(OwnershipError, match="has taken from where code had left a tensor"):
+        assert_same_bits(
+            Net,
+            batches_of(8, 3, num=6),
+            num_workers=2,
+            place=place,
+            loss_fn=InTurns(make),
+            before_step=go_back,
+            plan_everywhere=True,
+        )
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphsplit.capture.state.handed import put_leaves
 from graphsplit.capture.state.kept_tensors import KEPT, kept_places, register, stand_ins_of
-from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.capture.state.kept_value import KeptValue, note_read
 from graphsplit.guards.values import freeze, with_leaves
 from graphsplit.torch_ext.attributes import buffer_of_form, buffers_of
 
@@ -105,4 +105,5 @@ def _stand_in(network: nn.Module, name: str) -> KeptValue:
             if buffers_of(network).get(name) is None:
                 register(network, name, buffer.zero_())
         known[name] = KeptValue.of(buffer, label, not_kept)
+    note_read(known[name])
     return known[name]

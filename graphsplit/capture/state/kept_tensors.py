@@ -27,7 +27,7 @@ from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
 from graphsplit.capture.state.handed import Handed, labelled_leaves, put_leaves
-from graphsplit.capture.state.kept_value import KeptValue, shares_memory
+from graphsplit.capture.state.kept_value import KeptValue, refuse_moved, shares_memory
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
 from graphsplit.guards.places import Place, PlaceKind
@@ -400,6 +400,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     """Give the network the buffers that are wanted, with the values that they must have."""
     network: nn.Module = getattr(root, "network", root)
     places, stand_ins = kept_places.setdefault(network, {}), stand_ins_of(network)
+    refuse_moved(found.places, places.values())
     places.update({place.identity: place for place in found.places})
     for module, name in found.shared:
         own_buffer(module, name)

@@ -6,16 +6,20 @@ moves on, so the script is not given it: it would read other numbers without a w
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 
 from graphsplit.errors import OwnershipError
+from graphsplit.guards.places import Place
+from graphsplit.guards.values import Frozen, freeze, paired
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.stand_ins import StandIn, without_memory
 
 _LABEL = "_graphsplit_label"
 _NOT_KEPT = "_graphsplit_not_kept"
+_WAS_READ = "_graphsplit_was_read"  # from a save, which may put it into any place
 
 
 class KeptValue(StandIn):
@@ -71,3 +75,49 @@ def shares_memory(value: Any, storage: int) -> bool:
         and type(value) is not KeptValue
         and storage_of(value) == storage
     )
+
+
+def note_read(value: KeptValue) -> None:
+    """Note that a save puts it where it was when that was written, whatever is there now."""
+    setattr(value, _WAS_READ, True)
+
+
+def refuse_moved(places: Iterable[Place], known: Iterable[Place]) -> None:
+    """Refuse what the script has put where code did not leave it: the value may be a later one.
+
+    Args:
+        places: Places in which code has found kept tensors.
+        known: Places in which code has left some; what stands in a container may be noted by the
+            container's place, or by its own.
+
+    Raises:
+        OwnershipError: It stands in a place that is not known.
+    """
+    known = [*known]
+    holders = {id(place.holder) for place in known}
+    inside = {number for place in known for number in _containers(place)}
+    for place in places:
+        if id(place.holder) in inside or not holders.isdisjoint(_containers(place)):
+            continue
+        moved = [leaf for leaf in _leaves(freeze(place.read())) if not hasattr(leaf, _WAS_READ)]
+        if moved:
+            raise OwnershipError(
+                f"{place.label} holds what the script has taken from where code had left a tensor "
+                f"({label_of(moved[0])}); that is kept with the network and changes at every step, "
+                f"where in plain PyTorch it has the value of its own step\n"
+                f"  Fix: keep it in a buffer (register_buffer), and take a copy of that; or go on "
+                f"with the object whose code keeps it."
+            )
+
+
+def _containers(place: Place) -> Iterator[int]:
+    value = place.read()
+    return (id(container) for container, _ in paired(freeze(value), value))
+
+
+def _leaves(frozen: Any) -> Iterator[KeptValue]:
+    if isinstance(frozen, KeptValue):
+        yield frozen
+    elif isinstance(frozen, Frozen):
+        for item in frozen.items:
+            yield from _leaves(item)
