@@ -176,6 +176,21 @@ class InTurns:
         return made
 
 
+def assert_same_in_turns(
+    make: Callable[[], Any], before_step: Callable[[int, Any, Any], None], microbatches: int = 1
+) -> None:
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=6),
+        num_workers=2,
+        place=place,
+        loss_fn=InTurns(make),
+        microbatches=microbatches,
+        before_step=before_step,
+        plan_everywhere=True,
+    )
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("make", [Average, FromNothing, InPlace])
 def test_each_loss_of_a_class_keeps_its_own_tensor(make: Any, microbatches: int) -> None:
@@ -184,16 +199,7 @@ def test_each_loss_of_a_class_keeps_its_own_tensor(make: Any, microbatches: int)
     def take_turns(step: int, net: Any, loss_fn: Any) -> None:
         loss_fn.use = (0, 0, 1, 1, 0, 1)[step]
 
-    assert_same_bits(
-        Net,
-        batches_of(8, 3, num=6),
-        num_workers=2,
-        place=place,
-        loss_fn=InTurns(make),
-        microbatches=microbatches,
-        before_step=take_turns,
-        plan_everywhere=True,
-    )
+    assert_same_in_turns(make, take_turns, microbatches)
 
 
 @pytest.mark.parametrize("make", [Average, FromNothing])
@@ -206,15 +212,7 @@ def test_what_the_script_has_taken_from_its_place_is_not_read_in_another_one(mak
         loss_fn.use = int(step >= 4)
 
     with pytest.raises(OwnershipError, match="has taken from where code had left a tensor"):
-        assert_same_bits(
-            Net,
-            batches_of(8, 3, num=6),
-            num_workers=2,
-            place=place,
-            loss_fn=InTurns(make),
-            before_step=go_back,
-            plan_everywhere=True,
-        )
+        assert_same_in_turns(make, go_back)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

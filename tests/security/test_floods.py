@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -54,7 +54,12 @@ def test_a_flood_costs_little_and_members_come_in_and_finish(tmp_path: Path) -> 
     assert settings is not None
     command = [sys.executable, "-m", "graphsplit.cluster.scheduler"]
     log = tmp_path / "log"
-    with log.open("wb") as file, subprocess.Popen(command, env=environ, stdout=file) as scheduler:
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, env=environ, stdout=file) as scheduler,
+        ExitStack() as stack,
+    ):
+        stack.callback(scheduler.kill)  # nobody ends it where something fails
         end_s = time.monotonic() + DEADLINE_S
         while b"listening" not in log.read_bytes():
             assert time.monotonic() < end_s
@@ -142,7 +147,7 @@ def test_a_job_that_is_flooded_loses_workers_takes_them_in_and_has_the_bits(
     for rank in range(3):
         lines = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
         assert [line for line in lines if line in alone][-len(alone) :] == alone, output
-    assert len(output) < 100_000 and peak - before_kib < 16 << 10
+    assert len(output) < 100_000 and peak - before_kib < 1
 
 
 EPOCH = re.compile(r"\[worker ([01])\] epoch ([\d.]+) ([\d.]+)")
