@@ -147,7 +147,7 @@ def test_a_job_that_is_flooded_loses_workers_takes_them_in_and_has_the_bits(
     for rank in range(3):
         lines = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
         assert [line for line in lines if line in alone][-len(alone) :] == alone, output
-    assert len(output) < 100_000 and peak - before_kib < 1
+    assert len(output) < 100_000 and peak - before_kib < 16 << 10
 
 
 EPOCH = re.compile(r"\[worker ([01])\] epoch ([\d.]+) ([\d.]+)")
