@@ -39,6 +39,7 @@ STALLS = {
         busy(2),
     ),
     "a circle": status_of(waiting(0, 1, "a"), waiting(1, 2, "b"), waiting(2, 0, "c")),
+    "two ends of a channel": status_of(waiting(0, 1, "a"), waiting(1, 0, "a")),
     "two that lead to the same": status_of(
         waiting(0, 2, "a"), waiting(1, 0, "b"), waiting(3, 0, "d"), busy(2)
     ),
@@ -216,12 +217,17 @@ def test_workers_that_wait_for_each_other_in_a_circle_end_the_job(drive, is_one_
     ) in told
 
 
-@pytest.mark.parametrize("why", ["a value under way", "a frozen worker"])
+@pytest.mark.parametrize("why", ["a value under way", "a frozen worker", "two ends of a channel"])
 def test_what_looks_like_a_circle_and_may_be_none_is_waited_for(drive, why: str):
+    """One that has no credit yet to send, and the other that waits for what it will send, too."""
     scheduler = drive(num_workers=2, node_timeout_s=1000).form()
+    beats = circle(edge=3 if why == "a value under way" else None)
+    if why == "two ends of a channel":
+        what = beats[0].location.waits_what
+        beats[1] = replace(beats[1], location=replace(beats[1].location, waits_what=what))
     for _ in range(60):
-        for rank, beat in enumerate(circle(edge=3 if why == "a value under way" else None)):
-            if rank == 0 or why == "a value under way" or scheduler.now < 5:
+        for rank, beat in enumerate(beats):
+            if rank == 0 or why != "a frozen worker" or scheduler.now < 5:
                 scheduler.say(rank, beat)
         scheduler.pass_time(1)
     assert not any("none of them can go on:" in line for line in scheduler.log)

@@ -81,6 +81,8 @@ def _chain(
         if not waits_for:
             return [*lines, f"{subject} {_place(worker)}"]
         lines.append(f"{subject} {_wait(worker, waits_for)}")
+        if len(passed) > 1 and _is_at_other_end(worker, by_rank[passed[-2]]):
+            return [*lines, "at the other end of the same channel: nothing has come through it"]
         if waits_for[0] in passed:
             return [*lines, f"worker {waits_for[0]}, in a circle: none of them can go on"]
         if (is_known and len(passed) > 1) or len(passed) == _MOST_LINKS:
@@ -93,10 +95,16 @@ def closed_circle(status: JobStatus, for_s: float) -> str:
 
     Each has said so for some time, in which no message came to it. A value of a plan may be under
     way between two hosts for long, and a snapshot beside its steps: a wait for one proves nothing.
+    Nor do two that wait at the two ends of one channel: its connection is being made, for where no
+    value is to be taken, there is room for one.
     """
     by_rank = {worker.rank: worker for worker in status.workers}
     blocked = {
-        rank: [one for one in status.waits_for(worker) if one in by_rank]
+        rank: [
+            one
+            for one in status.waits_for(worker)
+            if one in by_rank and not _is_at_other_end(worker, by_rank[one])
+        ]
         for rank, worker in by_rank.items()
         if worker.location.edge is None
         and not worker.location.awaits_all
@@ -115,6 +123,12 @@ def closed_circle(status: JobStatus, for_s: float) -> str:
                 for one in circle[:_MOST_CHAINS]
             )
     return ""
+
+
+def _is_at_other_end(one: WorkerStatus, other: WorkerStatus) -> bool:
+    here, there = one.location, other.location
+    is_mutual = (here.waits_for, there.waits_for) == (other.rank, one.rank)
+    return is_mutual and here.waits_what == there.waits_what
 
 
 def _at(worker: WorkerStatus) -> str:
