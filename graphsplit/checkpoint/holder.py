@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from graphsplit.job.group import WorkerGroup
@@ -54,6 +54,10 @@ class StateHolder(ABC):
             state: The state.
             options: Those of ``load_state_dict``, as ``strict``.
         """
+
+    def reached_here(self) -> Collection[int]:
+        """The identities of Python state that code kept whole on this worker can reach."""
+        return ()
 
     @abstractmethod
     def note_put(self, names: Sequence[str]) -> None:

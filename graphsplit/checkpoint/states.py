@@ -25,7 +25,6 @@ from graphsplit.checkpoint.contents import (
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
 from graphsplit.checkpoint.forms import forms_put, kept_forms
 from graphsplit.checkpoint.holder import StateHolder
-from graphsplit.checkpoint.opaque_memory import WHOLE, OpaqueMemory, together
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
 from graphsplit.checkpoint.position import (
@@ -47,11 +46,12 @@ from graphsplit.checkpoint.save import save_file, save_folder
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.planning.plain_attributes import PlainState
+from graphsplit.planning.plain_attributes import PlainState, together
 from graphsplit.planning.task import Task, named_state, stateful_modules
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
 PathLike = str | os.PathLike[str]
+WHOLE = "whole "  # and a rank: the section of attributes that code kept whole there can reach
 
 
 @runtime_checkable
@@ -92,7 +92,6 @@ class States:
         run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
         python: Plain attributes, and which parameters are trained.
-        memory: What modules kept whole remember.
         resumption: Set by ``load``, for the next ``train``.
     """
 
@@ -106,7 +105,6 @@ class States:
         self.run: TrainingRun = NoRun()
         self.others = OtherLoaders()
         self.python = PlainState(task)
-        self.memory = OpaqueMemory(lambda: {"network": task.network, "loss": task.loss_fn})
         self.resumption: Resumption | None = None
 
     @property
@@ -118,7 +116,6 @@ class States:
     def begin(self) -> None:
         """The first call of the Model: what changes from now on belongs to the run."""
         self.python.begin()
-        self.memory.begin()
 
     # One file.
 
@@ -224,7 +221,8 @@ class States:
             contents.add_section(
                 by_worker.name_of(CALLBACKS, group.rank), states_of(self.run.callbacks)
             )
-            contents.add_section(f"{WHOLE}{group.rank}", self.memory.kept())
+            own = self.python.saved(self._holder.reached_here())
+            contents.add_section(f"{WHOLE}{group.rank}", own)
             if self._task.num_kept:
                 contents.add_section(*self._kept())
             return contents
@@ -300,7 +298,6 @@ class States:
             source.verify([*self._requests(network, optimizers), *sections])
             values = self._read_sections(source, sections)
             found = _Training.read(values)
-            memory = together([v for n, v in values.items() if n.startswith(WHOLE)])
             say_other_order(self._task, values, group.rank)
             self._load_network(network)
             self._load_optimizers(optimizers)
@@ -311,8 +308,8 @@ class States:
             for name, value in self.more.items():
                 value.load_state_dict(values["more"][name])
             if isinstance(values.get("python"), dict):  # not in those of earlier versions
-                self._holder.note_put(self.python.put(values["python"]))
-            self.memory.put_back(memory)
+                apart = (one for name, one in values.items() if name.startswith(WHOLE))
+                self._holder.note_put(self.python.put(together(values["python"], apart)))
             self._take_over(found, values)
             self._holder.progress.checksums.clear()  # other batches may follow
             self._put_kept([v for n, v in values.items() if n.startswith(KEPT)], is_own=False)

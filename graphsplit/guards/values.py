@@ -15,7 +15,8 @@ import enum
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,17 +224,28 @@ def put_back(frozen: Any) -> Any:
     return frozen.container
 
 
-def put_into(frozen: Any, there: Any) -> Any:
+def put_into(frozen: Any, there: Any, *, as_written: bool = False) -> Any:
     """The value of a snapshot: in the containers that are there, where those can hold it.
 
     What others know by the container, and not by its place, sees it too.
+
+    Args:
+        frozen: The snapshot.
+        there: What is there.
+        as_written: Whether containers of other classes were written as those that they derive
+            from: a ``defaultdict`` as a ``dict``, a named tuple as a tuple.
     """
-    if not isinstance(frozen, Frozen) or type(there) is not type(frozen.container):
+    if not isinstance(frozen, Frozen):
+        return frozen
+    if as_written and isinstance(there, type(frozen.container)):
+        frozen = replace(frozen, container=there)
+    if type(there) is not type(frozen.container):
         return thaw(frozen)
+    put = partial(put_into, as_written=as_written)
     if isinstance(there, tuple) and len(there) == len(frozen.items):
-        items = [put_into(item, held) for item, held in zip(frozen.items, there, strict=True)]
+        items = [put(item, held) for item, held in zip(frozen.items, there, strict=True)]
         is_same = all(item is held for item, held in zip(items, there, strict=True))
-        return there if is_same else thaw(frozen)
+        return there if is_same else thaw(replace(frozen, items=tuple(items)))
     if not isinstance(there, MUTABLE):
         return thaw(frozen)
     if frozen.content is not None:
@@ -246,7 +258,7 @@ def put_into(frozen: Any, there: Any) -> Any:
     else:
         known = {} if isinstance(there, _SETS) else dict(enumerate(items_of(there)))
     keys = frozen.keys or range(len(frozen.items))
-    items = [put_into(item, known.get(key)) for key, item in zip(keys, frozen.items, strict=True)]
+    items = [put(item, known.get(key)) for key, item in zip(keys, frozen.items, strict=True)]
     _fill(there, frozen.keys, items)
     return there
 

@@ -3,20 +3,26 @@
 Attributes of the network's modules and of the loss (numbers, texts, tensors, containers of them),
 and ``requires_grad``, decide what a step computes. The script makes them as they are before the
 first call; a save holds those that have changed since, and a load puts the others back to that.
+
+What code kept whole can reach is saved by the worker that runs it: not all that it leaves can be
+sent to the others after a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from inspect import getattr_static
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphsplit.capture.opaque.marks import marked_ones
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.values import (
     MISSING,
+    Frozen,
     any_leaf,
     freeze,
     is_plain,
@@ -26,8 +32,8 @@ from graphsplit.guards.values import (
     thaw,
     with_leaves,
 )
-from graphsplit.planning.python_values import can_be_written
-from graphsplit.planning.task import Task
+from graphsplit.planning.python_values import OF_VALUES, can_be_written
+from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.torch_ext.attributes import writes_of
 
@@ -88,32 +94,54 @@ class PlainState:
         self._first: dict[str, Any] | None = None  # frozen values, by name
         self._first_marks: dict[str, bool] = {}
         self._writes: dict[int, int] = {}  # by the identity of a tensor in there
+        self._copies: dict[int, torch.Tensor] = {}  # of those that code kept whole may write to
+        self._whole: dict[str, Any] = {}  # attributes of modules kept whole, by path
 
     def begin(self) -> None:
         """The first call of the Model: what changes from now on belongs to the run."""
         if self._first is None:
-            self._first, self._first_marks = self._attributes(), self._marks()
-            for value in self._first.values():
-                any_leaf(value, self._note_writes)
+            marked = (one for root in stateful_modules(self._task) for one in marked_ones(root))
+            inside = {id(vars(module)) for one in marked for module in one.modules()}
+            self._whole = {path: held for path, held, _ in self._holders() if id(held) in inside}
+            self._first, self._first_marks = self._attributes()[0], self._marks()
+            for name, value in self._first.items():
+                note = self._copy if _holder_of(name) in self._whole else self._note_writes
+                any_leaf(value, note)
 
     def _note_writes(self, leaf: Any) -> bool:
         if _is_tensor(leaf):
             self._writes[id(leaf)] = writes_of(leaf)
         return False
 
-    def saved(self) -> dict[str, Any]:
-        """All that has changed since ``begin``: plain values and tensors, by name."""
+    def _copy(self, leaf: Any) -> bool:
+        if _is_tensor(leaf):
+            self._copies[id(leaf)] = leaf.detach().clone()
+        return self._note_writes(leaf)
+
+    def saved(self, of: Collection[int] | None = None) -> dict[str, Any]:
+        """All that has changed since ``begin``: plain values and tensors, by name.
+
+        Args:
+            of: Whose attributes alone, by the identities of their dictionaries; None: all.
+
+        Returns:
+            Them, with the paths of ``of``, the names of those gone, and of those that cannot be
+            written; and the marks of parameters that have changed.
+        """
         self.begin()
-        first, now = self._first or {}, self._attributes()
+        first, (now, unsaved) = self._first or {}, self._attributes(of)
         changed = {
-            name: thaw(value)
+            name: thaw(_as_written(value))
             for name, value in now.items()
             if not same(first.get(name, MISSING), reference_of(value)) or self._is_written_to(value)
         }
+        there = {path: held for path, held, _ in self._holders(of)}
         marks = self._marks()
         return {
+            "paths": [] if of is None else list(there),
             "attributes": changed,
-            "gone": [name for name in first if name not in now and self._is_gone(name)],
+            "gone": [n for n in first if (at := there.get(_holder_of(n))) and _key(n) not in at],
+            "unsaved": unsaved,
             "requires_grad": {n: m for n, m in marks.items() if self._first_marks.get(n) != m},
         }
 
@@ -127,18 +155,16 @@ class PlainState:
         values = {name: value for name, value in (self._first or {}).items() if name not in gone}
         network = self._task.network
         found = {name: freeze(value) for name, value in given.items()}
-        written = {n: v for n, v in found.items() if can_be_written(thaw(_without_tensors(v)))}
+        written = {n: v for n, v in found.items() if _can_be_written(v)}
+        values = {n: with_leaves(v, self._as_first) for n, v in values.items() if n not in written}
         values = {n: with_stand_ins(v, network) for n, v in {**values, **written}.items()}
-        changed: list[str] = []
+        changed = self._delete({*values, *saved.get("unsaved", ())}, gone, saved)
         for path, held, kind in self._holders():
-            for name in [n for n in held if f"{path}.{n}" in gone and self._is_saved(n, held[n])]:
-                del held[name]
-                changed.append(f"{path}.{name}")
             for name, value in _below(path, values):
                 there = held.get(name, MISSING)
-                is_free = there is MISSING and not hasattr(kind, name)
-                if (is_free or self._is_saved(name, there)) and not same(value, there):
-                    held[name] = put_into(value, there)
+                hidden = getattr_static(kind, name, None) if there is MISSING else there
+                if self._is_saved(name, hidden) and not same(value, there):
+                    held[name] = put_into(value, there, as_written=True)
                     changed.append(f"{path}.{name}")
         marks = {**self._first_marks, **(saved.get("requires_grad") or {})}
         named = dict(self._parameters())
@@ -146,26 +172,43 @@ class PlainState:
         put_requires_grad([named[name] for name in known], [marks[name] for name in known])
         return changed
 
-    def _is_gone(self, name: str) -> bool:
-        path, _, key = name.rpartition(".")
-        return any(path == holder and key not in held for holder, held, _ in self._holders())
+    def _delete(
+        self, known: Collection[str], gone: Collection[str], saved: Mapping[str, Any]
+    ) -> list[str]:
+        """Delete what is gone, and what modules kept whole have made since; returns the names."""
+        found = []
+        for path, held, _ in self._holders():
+            is_whole = "unsaved" in saved and self._whole.get(path) is held
+            for name in [one for one in held if _is_users(one)]:
+                is_gone = f"{path}.{name}" in gone and self._is_saved(name, held[name])
+                if is_gone or (is_whole and f"{path}.{name}" not in known):
+                    del held[name]
+                    found.append(f"{path}.{name}")
+        return found
 
-    def _attributes(self) -> dict[str, Any]:
-        return {
-            f"{path}.{name}": self._written(value)
-            for path, held, _ in self._holders()
-            for name, value in held.items()
-            if self._is_saved(name, value)
-        }
+    def _as_first(self, leaf: Any) -> Any:
+        """A tensor that was there first, with the value that it had."""
+        if id(leaf) in self._copies and self._is_written_to(leaf):
+            leaf.detach().copy_(self._copies[id(leaf)])
+            self._note_writes(leaf)
+        return leaf
+
+    def _attributes(self, of: Collection[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+        """The values that can be saved, and the names of others."""
+        found, others = {}, []
+        for path, held, _ in self._holders(of):
+            for name, value in held.items():
+                if self._is_saved(name, value):
+                    found[f"{path}.{name}"] = self._written(value)
+                elif _is_users(name):
+                    others.append(f"{path}.{name}")
+        return found, others
 
     def _written(self, value: Any) -> Any:
-        return with_names(freeze(value), self._task.network)
+        return value if type(value) in _SCALARS else with_names(freeze(value), self._task.network)
 
     def _is_saved(self, name: Any, value: Any) -> bool:
-        if not _is_users(name) or value is MISSING:
-            return False
-        written = _without_tensors(self._written(value))
-        return is_plain(written) and can_be_written(thaw(written))
+        return _is_users(name) and value is not MISSING and _can_be_written(self._written(value))
 
     def _is_written_to(self, value: Any) -> bool:
         """Whether a tensor in a snapshot is new, or was modified since the first call."""
@@ -176,13 +219,15 @@ class PlainState:
             ),
         )
 
-    def _holders(self) -> Iterator[tuple[str, dict[str, Any], type]]:
+    def _holders(
+        self, of: Collection[int] | None = None
+    ) -> Iterator[tuple[str, dict[str, Any], type]]:
         """The dictionaries of attributes, each with its name and the class of its object."""
         for root, one in (("net", self._task.network), ("loss_fn", self._task.loss_fn)):
             whole = one.named_modules() if isinstance(one, nn.Module) else [("", one)]
             for path, holder in whole:
                 held = own_dictionary(holder)
-                if held is not None:
+                if held is not None and (of is None or id(held) in of):
                     yield (f"{root}.{path}" if path else root), held, type(holder)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -195,13 +240,67 @@ class PlainState:
         return {name: parameter.requires_grad for name, parameter in self._parameters()}
 
 
-def _without_tensors(frozen: Any) -> Any:
-    return with_leaves(frozen, lambda leaf: None if _is_tensor(leaf) else leaf)
+def together(saved: Mapping[str, Any], apart: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """All that worker 0 has saved, but of code kept whole as the workers have it that run it.
+
+    Args:
+        saved: All, as worker 0 had it.
+        apart: What each worker had of the modules whose attributes such code can reach there.
+    """
+    found: dict[str, Any] = {"attributes": {}, "gone": [], **saved}
+    for own in map(_of_any_version, apart):
+        at, names = {*own["paths"]}, ("gone", "unsaved")
+        others = {n: v for n, v in found["attributes"].items() if _holder_of(n) not in at}
+        found["attributes"] = {**others, **own["attributes"]}
+        for key in names:
+            found[key] = [n for n in found.get(key, ()) if _holder_of(n) not in at] + own[key]
+    return found
+
+
+def _of_any_version(own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Earlier versions saved the attributes of each module under its path."""
+    if "paths" in own:
+        return own
+    roots = {"network": "net", "loss": "loss_fn"}
+    tops = {path: path.partition(".") for path in own}
+    paths = {path: ".".join(filter(None, (roots[t], rest))) for path, (t, _, rest) in tops.items()}
+    here = {f"{paths[path]}.{n}": v for path, one in own.items() for n, v in one["here"].items()}
+    return {"paths": [], "attributes": here, "gone": [], "unsaved": []}
+
+
+def _as_written(frozen: Any) -> Any:
+    """A snapshot with containers of Python's own classes: a ``defaultdict`` as a ``dict``.
+
+    One with attributes besides stays: they belong to what it holds.
+    """
+    if not isinstance(frozen, Frozen) or frozen.content is not None:
+        return frozen
+    held, items = frozen.container, tuple(map(_as_written, frozen.items))
+    if type(held) not in OF_VALUES and not getattr(held, "__dict__", None):
+        held = next(kind() for kind in OF_VALUES if isinstance(held, kind))
+    return Frozen(held, items, frozen.keys)
+
+
+def _can_be_written(frozen: Any) -> bool:
+    """Whether a save can hold it: plain values, and tensors with values here."""
+    if type(frozen) in _SCALARS:
+        return True
+    written = with_leaves(_as_written(frozen), lambda leaf: None if _is_tensor(leaf) else leaf)
+    return is_plain(written) and can_be_written(thaw(written))
 
 
 def _is_tensor(leaf: Any) -> bool:
-    """Whether this is a tensor with a value here, and no parameter."""
-    return type(leaf) is torch.Tensor
+    """Whether this is a dense tensor with a value here, and no parameter."""
+    is_plain_one = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+    return is_plain_one and not (leaf.is_quantized or leaf.is_meta)
+
+
+def _holder_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _key(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _is_users(name: Any) -> bool:
@@ -211,6 +310,5 @@ def _is_users(name: Any) -> bool:
 
 def _below(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        holder, _, key = name.rpartition(".")
-        if holder == path and _is_users(key):
-            yield key, value
+        if _holder_of(name) == path and _is_users(_key(name)):
+            yield _key(name), value

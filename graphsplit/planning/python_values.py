@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -347,14 +347,14 @@ def can_be_written(value: Any, _inside: tuple[int, ...] = ()) -> bool:
     if isinstance(value, (SimpleNamespace, dict, list, tuple, set, frozenset, deque)):
         parts = [*keys_of(value), *values_of(value)] if is_mapping(value) else [*value]
         inside = (*_inside, id(value))
-        is_plain_kind = kind in _OF_VALUES and id(value) not in _inside
+        is_plain_kind = kind in OF_VALUES and id(value) not in _inside
         return is_plain_kind and all(can_be_written(part, inside) for part in parts)
     if isinstance(value, Enum):
         return is_known_member(value)
     return value is MISSING or has_bits(value) or isinstance(value, _WRITTEN)
 
 
-_OF_VALUES = (SimpleNamespace, dict, Counter, list, tuple, set, frozenset, deque)
+OF_VALUES = (SimpleNamespace, Counter, OrderedDict, dict, list, tuple, set, frozenset, deque)
 _WRITTEN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, array),
     *(torch.dtype, torch.device),

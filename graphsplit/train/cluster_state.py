@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphsplit.batches import records
 from graphsplit.batches.signature import Arguments
+from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.gather import StateGatherer
 from graphsplit.checkpoint.whole_values import install as install_whole_values
 from graphsplit.errors import CollectiveMismatchError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.partition.checks.one_state import reached_on
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.compared.moved import settle_moved
 from graphsplit.planning.planner import Planner
@@ -174,6 +176,11 @@ class ClusterState(Engine):
                 f"{told}\n"
                 f"  Fix: every worker passes the same path; one with a time or a rank in it is not."
             )
+
+    def reached_here(self) -> Collection[int]:
+        """See :class:`StateHolder`."""
+        plans = (one.plan for mode in Mode if (one := self.planner.latest(mode)) is not None)
+        return {key for plan in plans for key in reached_on(plan, self._job.rank)}
 
     def note_put(self, names: Sequence[str]) -> None:
         """See :class:`StateHolder`."""

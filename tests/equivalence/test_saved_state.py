@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+import copy
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ import graphsplit as gs
 from graphsplit.batches.signature import split_batch
 from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init
-from graphsplit.errors import StateError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -50,7 +50,7 @@ class PlannerHolder(ThreadHolder):
 
     def __init__(self, group: WorkerGroup, worker: SimulatedWorker) -> None:
         super().__init__(group, {})
-        self._planner = worker.planner
+        self._planner, self._engine = worker.planner, worker.engine
         self._planner.on_settled = self.settle_now
 
     def owners(self) -> Mapping[str, int]:
@@ -61,6 +61,9 @@ class PlannerHolder(ThreadHolder):
             action()
         else:
             self.waiting[what] = action
+
+    def reached_here(self) -> Collection[int]:
+        return self._engine.reached_here()
 
 
 def make(ranks: tuple[int, ...], *, seed: int, deferred: bool) -> Callable[[], Task]:
@@ -201,22 +204,107 @@ def test_what_a_module_kept_whole_remembers_is_saved_by_the_worker_that_runs_it(
         run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
 
 
-def test_what_script_and_kept_whole_code_both_change_must_be_alike(tmp_path: Path):
+def test_of_what_kept_whole_code_can_reach_its_worker_knows(tmp_path: Path):
     cluster = SimulatedCluster(lambda: remembering(1), 2)
     states = states_of(cluster)
     for one in states:
         one.begin()
         one._task.network[1].calls = 5
     cluster.train_step(split_batch(BATCHES[0], has_loss_fn=True))
+    for rank, one in enumerate(states):
+        one._task.network[1].calls += rank
+        one._task.network[0].seen = rank
     run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
     run_all(states, lambda one: one.load(tmp_path, extra={}))
-    assert [one._task.network[1].calls for one in states] == [6, 6]
+    assert [one._task.network[1].calls for one in states] == [7, 7]
+    assert [one._task.network[0].seen for one in states] == [0, 0]
 
-    for rank, one in enumerate(states):
-        one._task.network[1].calls = 7 + rank
+
+class Score(NamedTuple):
+    """What a module kept whole has seen."""
+
+    calls: int
+    total: float
+
+
+class Collecting(nn.Module):
+    """Kept whole, it keeps what is of no class that a save writes, and writes into tensors."""
+
+    by_class = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.found: dict[str, list[float]] = defaultdict(list)
+        self.number: dict[str, int] = defaultdict(lambda: 0)
+        self.score = Score(0, 0.0)
+        self.average = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.inner(x)
+        key = "odd" if self.score.calls % 2 else "even"
+        self.found[key].append(h.sum().item())
+        self.number[key] += 1
+        self.score = Score(self.score.calls + 1, self.score.total + h.sum().item())
+        self.average.mul_(0.9).add_(h.detach().mean(0))
+        self.by_class += 1
+        if self.score.calls > 1:
+            self.later = self.score.calls
+        more = len(self.found["odd"]) + self.number["even"] + self.by_class
+        return h * 0.1 * more + self.average + self.score.total * 1e-3 + getattr(self, "later", 0)
+
+
+def collecting() -> tuple[nn.Module, Any, Any, Any]:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 8), Collecting(), nn.Linear(8, 8))
+    return network, rows_against_target, torch.optim.SGD(network.parameters(), lr=0.01), None
+
+
+def placed_collecting() -> Task:
+    network, loss_fn, optimizer, _ = collecting()
+    network[0].place("MS_WORKER", 0)
+    gs.opaque(network[1], outputs=torch.empty_like).place("MS_WORKER", 1)
+    return Task(network, loss_fn, optimizer, "affinity", with_loss=True)
+
+
+@pytest.mark.parametrize("in_a_new_process", [False, True])
+def test_containers_of_other_classes_and_tensors_written_to_are_as_they_were(
+    tmp_path: Path, in_a_new_process: bool
+):
+    reference = EagerLoop(collecting)
+    cluster = SimulatedCluster(placed_collecting, 2)
+    states = states_of(cluster)
+    for one in states:
+        one.begin()
+    train(cluster, reference, BATCHES[:1])
     run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
-    groups: list[Any] = [one._holder.group() for one in states]
-    found = together(groups, lambda group: states[group.rank].load(tmp_path, extra={}))
-    for error in found:
-        assert isinstance(error, StateError)
-        assert "'1' is kept whole, and its attribute 'calls' was saved with other" in str(error)
+    then = copy.deepcopy(reference.network)
+    train(cluster, reference, BATCHES[1:3])
+    if in_a_new_process:
+        cluster = SimulatedCluster(placed_collecting, 2)
+        states = states_of(cluster)
+    run_all(states, lambda one: one.load(tmp_path, extra={}))
+    again = EagerLoop(collecting)
+    again.network.load_state_dict(then.state_dict())
+    for name in ("found", "number", "score", "average", "by_class"):
+        setattr(again.network[1], name, getattr(then[1], name))
+    train(cluster, again, BATCHES[3:])
+    for one in states:
+        held = one._task.network[1]
+        assert type(held.found) is type(held.number) is defaultdict and type(held.score) is Score
+
+
+def test_a_load_goes_back_behind_what_kept_whole_code_has_made(tmp_path: Path):
+    cluster = SimulatedCluster(placed_collecting, 2)
+    states = states_of(cluster)
+    for one in states:
+        one.begin()
+    run_all(states, lambda one: one.save(tmp_path, gather=False, extra={}))
+    for batch in BATCHES[:3]:
+        cluster.train_step(split_batch(batch, has_loss_fn=True))
+    held = [one._task.network[1] for one in states]
+    assert [one.later for one in held] == [3, 3]
+    run_all(states, lambda one: one.load(tmp_path, extra={}))
+    for one in held:
+        assert not hasattr(one, "later") and one.by_class == 0 and one.score == Score(0, 0.0)
+        assert one.found == one.number == {} and torch.equal(one.average, torch.zeros(8))

@@ -69,6 +69,13 @@ def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
     return [(graph.positions[node.name], one) for node, one in calls if isinstance(one, OpaqueCall)]
 
 
+def reached_on(plan: PartitionPlan, rank: int) -> Iterator[Any]:
+    """The keys of the Python state that calls kept whole on one worker can reach."""
+    for position, call in opaque_calls(plan):
+        if plan.placed.workers[position] == rank:
+            yield from call.reached.holders
+
+
 def left_by_calls(
     plan: PartitionPlan, owned: Set[Any], ways: Ways | None = None
 ) -> dict[int, Mapping[str, Holder]]:
