@@ -113,6 +113,8 @@ class _Wanted:
                 "  Fix: call backward on their sum."
             )
         for one in () if inputs is None else map(as_value, _listed(inputs)):
+            if isinstance(one, torch.Tensor) and not one.requires_grad:
+                raise RuntimeError("One of the differentiated Tensors does not require grad")
             if isinstance(one, LoopValue):
                 need_whole_gradient(one, "a gradient was asked for (inputs)")
         gradient = gradient if grad_tensors is None else grad_tensors

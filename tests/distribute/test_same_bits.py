@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import frozen_late
 import kinds_of_loops
 import loops
 import pytest
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("threads_as_workers")
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 @pytest.mark.parametrize(
-    "loop", [*loops.LOOPS, *several_networks.LOOPS], ids=lambda loop: loop.__name__
+    "loop",
+    [*loops.LOOPS, *several_networks.LOOPS, *frozen_late.LOOPS],
+    ids=lambda loop: loop.__name__,
 )
 def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> None:
     assert_same_bits(loop, num_workers)
@@ -62,3 +65,15 @@ def test_a_layer_that_the_script_calls_takes_the_fused_path(monkeypatch) -> None
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
     ThreadCluster(script, 2, is_recoverable=False).run()
     assert len(calls) == 2  # on each worker
+
+
+@pytest.mark.parametrize("asks", ["grad", "backward"])
+def test_the_gradient_of_a_parameter_frozen_meanwhile_is_torchs_error(asks: str) -> None:
+    def script(rank: int) -> Any:
+        net = gs.distribute(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+        loss = net(torch.randn(6, 8)).sum()
+        weight = net[0].weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.autograd.grad(loss, weight) if asks == "grad" else loss.backward(inputs=[weight])
+
+    ThreadCluster(script, 2, is_recoverable=False).run()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphsplit.torch_ext.attributes import ACCUMULATED_HOOKS, GRADIENT_HOOKS, base_of
 from graphsplit.torch_ext.private import run_backward
@@ -38,6 +38,14 @@ def gradients(
     return found
 
 
+def edge_of(parameter: torch.Tensor) -> GradientEdge:
+    """Where a graph adds to ``parameter.grad``; also for one that was frozen after its use."""
+    is_trained = parameter.requires_grad
+    edge = get_gradient_edge(parameter.requires_grad_())
+    parameter.requires_grad_(is_trained)
+    return edge
+
+
 def gradient_sum(terms: Sequence[Gradient]) -> Gradient:
     """Add gradients one after the other, as autograd's input buffers do; None adds nothing."""
     total: Gradient = None
@@ -50,13 +58,17 @@ def gradient_sum(terms: Sequence[Gradient]) -> Gradient:
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
     """Add a gradient to ``parameter.grad`` as autograd's ``AccumulateGrad`` does.
 
+    To one that was frozen since its use nothing is added; hooks run.
+
     Args:
         parameter: The parameter.
         gradient: Its gradient of one microbatch, whole.
         is_shared: Whether the same tensor object serves elsewhere too and must be copied.
     """
     existing = parameter.grad
-    if existing is None:
+    if not parameter.requires_grad:
+        pass
+    elif existing is None:
         parameter.grad = _take(parameter, gradient, is_shared)
     elif existing.is_sparse and not gradient.is_sparse:
         parameter.grad = gradient + existing

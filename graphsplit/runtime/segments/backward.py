@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from graphsplit.capture.graph import NodeKind
@@ -24,6 +24,7 @@ from graphsplit.program.lower import made_leaves
 from graphsplit.runtime.segments.autograd import (
     accumulate,
     accumulate_all,
+    edge_of,
     gradient_sum,
     keep_apart,
     run_tensor_hooks,
@@ -318,7 +319,7 @@ def _terms(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> lis
 
 
 def backward(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     root_gradients: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
@@ -362,7 +363,7 @@ def backward(
         tuple(root_gradients),
         state is not None and state.retains,
         False,
-        (*there, *parameters),
+        (*there, *[one if one.requires_grad else edge_of(one) for one in parameters]),
         True,
         accumulate_grad=True,
     )
@@ -396,15 +397,16 @@ def _backward_apart(
         totals: The gradients so far, by the parameter's id.
         state: As for ``backward``.
     """
-    for parameter in parameters:
+    edges = [edge_of(parameter) for parameter in parameters]
+    begins: list[torch.Tensor | GradientEdge] = [*roots]
+    for parameter, edge in zip(parameters, edges, strict=True):
         if roots and id(parameter) in totals:
-            roots.append(parameter)
+            begins.append(edge)
             root_gradients.append(totals[id(parameter)])
     taken: list[Gradient] = [None] * len(parameters)
-    nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-    hooks = [node.register_prehook(_taking(taken, index)) for index, node in enumerate(nodes)]
+    hooks = [edge.node.register_prehook(_taking(taken, i)) for i, edge in enumerate(edges)]
     OwnHooks.count += len(hooks)
-    found = backward(roots, root_gradients, leaves, parameters, state=state)
+    found = backward(begins, root_gradients, leaves, parameters, state=state)
     for hook in hooks:  # the graphs of earlier calls hold the same nodes
         hook.remove()
     for parameter, total in zip(parameters, taken, strict=True):
