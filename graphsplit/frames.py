@@ -84,6 +84,14 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """The user's innermost frame of a running stack that is in no library that trains for him."""
+    found = inner = users_frame(frame)
+    while found is not None and is_trainers(found.f_code.co_filename):
+        found = users_frame(found.f_back)
+    return found or inner
+
+
 def line_now(frame: FrameType | None) -> str:
     """The user's innermost line of a running stack, ``train.py:31, in forward``."""
     found = users_frame(frame)

@@ -16,8 +16,9 @@ from torch import nn
 
 from graphsplit.distribute.network import behind, distribute, gathered
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import CollectiveMismatchError, ConfigurationError
+from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
@@ -25,7 +26,7 @@ from graphsplit.torch_ext.private import pytree
 
 T = TypeVar("T")
 _is_on_main = False
-_OF_GENERATORS = "generators"
+_GENERATORS = "prepare(), train(), evaluate() or predict"  # what compares generators, as errors name it
 
 
 def workers() -> Job | None:
@@ -54,26 +55,20 @@ def refuse_other_generators(job: Job) -> None:
 
     Raises:
         ConfigurationError: They do.
+        CollectiveMismatchError: Another worker does something else.
     """
     state = bytes(torch.default_generator.get_state().numpy())
-    mine = f"{_OF_GENERATORS} {hashlib.sha256(state).hexdigest()}"
 
     def run() -> None:
         with job.reporting():
-            told = job.control.exchange(mine)
-            if not all(text.startswith(_OF_GENERATORS) for text in told):
-                raise CollectiveMismatchError(
-                    "this worker gives a loader to its trainer, and another one is elsewhere\n"
-                    "  Fix: call what trains, evaluates or predicts on every worker, and not below "
-                    "an `if` on the rank."
-                )
+            told = exchange(Loop.of(job), _GENERATORS, hashlib.sha256(state).hexdigest())
             if len(set(told)) > 1:
                 raise ConfigurationError(
                     "the workers' random generators differ, so each would shuffle otherwise\n"
                     "  Fix: seed all alike, as in set_seed(seed) without device_specific=True."
                 )
 
-    job.script.collective(ModelCall("a comparison of generators", run))
+    job.script.collective(ModelCall(_GENERATORS, run))
 
 
 def distributed(network: nn.Module, job: Job) -> nn.Module:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +12,22 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator
+from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import Trainer, TrainingArguments
 
+import graphsplit as gs
 from graphsplit.distribute import network
 from graphsplit.errors import ConfigurationError, GraphsplitError
 from graphsplit.feeding.loader_checks import watch_loaders
+from graphsplit.frames import script_frame
 from graphsplit.integrations import lightning as lightning_strategy
 from graphsplit.integrations.lightning import GraphsplitStrategy
 from graphsplit.integrations.workers import refuse_other_generators
 from graphsplit.job import joined
 
+assert threads_as_workers
 DATA = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
 
 
@@ -96,15 +101,30 @@ def test_a_trainer_refuses_a_loader_that_gives_shares(
     assert "Fix: pass the whole data on every worker" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("other", "told"),
-    [("generators 0", "random generators differ"), ("x", "another one is elsewhere")],
-)
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_worker_that_is_elsewhere_is_not_taken_for_other_random_numbers(
-    other: str, told: str
+    is_elsewhere: bool,
 ) -> None:
-    control = SimpleNamespace(exchange=lambda mine: [mine, other])
-    script = SimpleNamespace(collective=lambda call: call())
-    job: Any = SimpleNamespace(control=control, script=script, reporting=nullcontext)
-    with pytest.raises(GraphsplitError, match=told):
+    def script(rank: int) -> None:
+        job = joined.current()
+        assert job is not None
+        loss = gs.distribute(nn.Linear(4, 2))(torch.ones(3, 4)).sum()
+        if is_elsewhere and rank:
+            loss.item()
+        torch.manual_seed(rank)
         refuse_other_generators(job)
+
+    told = r"evaluate\(\) or predict at .*test_trainers_loaders.py:\d+, in script"
+    with pytest.raises(GraphsplitError, match=told if is_elsewhere else "random generators differ"):
+        ThreadCluster(script, 2, is_recoverable=False).run()
+
+
+def test_lines_of_a_script_are_not_those_of_its_trainer(tmp_path: Path) -> None:
+    file = tmp_path / "site-packages" / "transformers" / "trainer.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def evaluate(ask):\n    return ask()\n")
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    frame = names["evaluate"](lambda: script_frame(sys._getframe(1)))
+    assert frame is sys._getframe()

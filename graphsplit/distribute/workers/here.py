@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CollectiveMismatchError, FrameError, LoaderMismatchError
-from graphsplit.frames import line_at, users_frame
+from graphsplit.frames import line_at, script_frame
 from graphsplit.job.job import Job
 from graphsplit.job.stream import OtherTopicError
 from graphsplit.optimizers.update import MOST_SETTINGS, Settings
@@ -195,8 +195,8 @@ _Noted = tuple[str, list[Any], tuple[CodeType, int] | None]  # with the user's l
 
 
 def line_now() -> tuple[CodeType, int] | None:
-    """The user's innermost line of the stack that runs; quickly, as it is asked in every step."""
-    frame = users_frame(sys._getframe(2))
+    """The script's innermost line of the stack that runs; quickly: it is asked in every step."""
+    frame = script_frame(sys._getframe(2))
     return None if frame is None else (frame.f_code, frame.f_lineno)
 
 
@@ -234,7 +234,7 @@ class Here:
     doing: str
 
     def __str__(self) -> str:
-        frame = users_frame(sys._getframe(1))
+        frame = script_frame(sys._getframe(1))
         line = "" if frame is None else _line(frame.f_code, frame.f_lineno)
         return f"{self.doing}{line and f' at {line}'}"
 
