@@ -26,7 +26,8 @@ from graphsplit.torch_ext.private import pytree
 
 T = TypeVar("T")
 _is_on_main = False
-_GENERATORS = "prepare(), train(), evaluate() or predict"  # what compares generators, as errors name it
+# What compares generators, as errors name it.
+_GENERATORS = "prepare(), train(), evaluate() or predict"
 
 
 def workers() -> Job | None:

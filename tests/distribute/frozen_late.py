@@ -80,7 +80,7 @@ def some_frozen(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
 
 
 def frozen_between(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """Frozen for one of two calls, or thawed too late; inputs, and hooks, which run all the same."""
+    """Frozen for one of two calls, or thawed too late; inputs, and hooks, which run anyway."""
     net = _tied(distribute, ranks)
     net.first.weight.register_hook(lambda gradient: gradient * 2)
     net.last.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
