@@ -44,7 +44,7 @@ from graphsplit.feeding.left_by_loaders import LeftByLoader, left_stays, read_be
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.own_rows import OwnRows, checksum_of, fit, is_all_read
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
-from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
+from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of, torch_state
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.job.readers import Reading
@@ -112,9 +112,8 @@ class Feed:
         self._again = progress if job.recovery_policy in (WAIT_REJOIN, GO_ON) else None
         self._start = start
         start.go_on(loader)
-        self._known = self._epoch_state = torch.default_generator.get_state()
-        if start.generator is not None:
-            self._epoch_state = start.generator
+        self._known, own = torch_state(), torch.default_generator.get_state()
+        self._epoch_state = own if start.generator is None else start.generator
         self._epoch_process = ProcessStates.now()
         self._cursor: Iterator[Division] | None = None
         self._is_grouped = mode is not Mode.TRAIN and job.num_workers > 1 and not one_by_one
@@ -154,7 +153,7 @@ class Feed:
 
     def _pass(self, shape: BatchDescription) -> None:
         """A step is over, and what the script does after it."""
-        self._known = torch.default_generator.get_state()
+        self._known = torch_state()
         self._step += 1
         self._num_batches += num_batches(shape) if self._mode is not Mode.TRAIN else 1
         self._together = None
@@ -169,9 +168,8 @@ class Feed:
             if is_known := self._step > 0:
                 watch.look()
             division = None if self._is_stopped() else self._draw_from(cursor)
-            process, state = watch.look(), torch.default_generator.get_state()
-            is_same_state = is_known and torch.equal(state, self._known)
-            news = b"" if is_same_state else state.numpy().tobytes()
+            process, state = watch.look(), torch_state()
+            news = b"" if is_known and state == self._known else state
             previous = self._checksum or 0
             if self._again is not None:
                 self._compare_again(previous)
@@ -460,8 +458,7 @@ class Feed:
         Python's and NumPy's need not: nobody seeds them for a script that does not, and modules
         that are imported on the way draw from them. If that changed a batch, its values tell.
         """
-        mine = torch.default_generator.get_state().numpy().tobytes()
-        if ticket.generator and mine != ticket.generator:
+        if ticket.generator and torch_state() != ticket.generator:
             raise self._mismatch(
                 "its random generator is in another state", "the batches are equal"
             )

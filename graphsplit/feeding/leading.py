@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
@@ -15,7 +14,7 @@ from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.own_rows import OwnRows
-from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of
+from graphsplit.feeding.tickets import Ticket, Tickets, other_generator, position_of, torch_state
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
@@ -189,14 +188,14 @@ class Leading:
             self._recording = python.recording
             # As in an epoch: who waits for a value anyway is woken by it.
             quiet = expected.woken_by_values if expected is not None and is_same else ()
-            drawn = position_of(torch.default_generator.get_state())
+            drawn = position_of(torch_state())
             self._tickets.send(Ticket(batch, checksum, python=python, drawn=drawn), quiet=quiet)
             return
         if expected is not None:
             expected.runner.expect_first_value()
         ahead = self._planner.ahead(mode, batch.first)
         ticket = self._tickets.receive(leader)
-        has_drawn = ticket.drawn != position_of(torch.default_generator.get_state())
+        has_drawn = ticket.drawn != position_of(torch_state())
         if (ticket.shape, ticket.checksum) != (batch, checksum):
             why = ", and one of them has drawn random numbers alone" if has_drawn else ""
             raise LoaderMismatchError(

@@ -6,7 +6,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -246,8 +245,8 @@ class ProgramRunner:
         self.step, self.position = step, 0
         if self._parts.sums is not None and microbatches is not None and not microbatches.start:
             self._parts.sums.begin_batch()
-        empty: list[Any] = [[*map(dict, repeat((), len(inputs)))] for _ in range(5)]
-        values = [*map(dict, repeat(self._owned_outputs, len(inputs)))]
+        values = [self._owned_outputs.copy() for _ in inputs]
+        empty: list[Any] = [*map(list, zip(*[({}, {}, {}, {}, {}) for _ in inputs], strict=True))]
         return StepState(step, inputs, numbers, microbatches, values, *empty)
 
     def _run_until(self, end: int, state: StepState) -> None:

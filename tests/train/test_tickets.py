@@ -18,7 +18,15 @@ from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.own_rows import OwnRows
-from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, position_of, ticket_of
+from graphsplit.feeding.tickets import (
+    Described,
+    News,
+    Ticket,
+    Tickets,
+    position_of,
+    ticket_of,
+    torch_state,
+)
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders, Reading
 from graphsplit.optimizers.tensor_owners import ComparedWrites
@@ -245,7 +253,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     theirs = Divider(2, None, lambda inputs, target: 1).divide(batch, has_loss_fn=True)
     counts = iter([3, 1])
     mine = Divider(2, None, lambda inputs, target: next(counts))
-    drawn = position_of(torch.default_generator.get_state())
+    drawn = position_of(torch_state())
     Tickets(job(wire, 0)).send(Ticket(theirs.shape(), drawn=drawn))
     everybody = frozenset({0, 1})
     planned = SimpleNamespace(consumers=(0, 1), needed_by=everybody, written_inputs=(), asks=False)
