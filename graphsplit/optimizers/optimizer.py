@@ -153,11 +153,11 @@ class OwnedOptimizer:
         judged = self.check()
         self._order.note(self._optimizer)
         self._order.num_steps += 1
-        if judged.verdict is _Verdict.LEAVE:
-            note_step(self._optimizer)
-            return
         if judged.is_known:
             self._step(scaler)
+            return
+        if judged.verdict is _Verdict.LEAVE:
+            note_step(self._optimizer)
             return
         with self._without_draws(), partial_norm.allowed():
             self._step(scaler)
@@ -334,19 +334,21 @@ class _Narrowed:
         check: Callable[[Sequence[dict[str, Any]], Sequence[Sequence[torch.Tensor]]], None] | None,
     ) -> None:
         self._groups = tuple(groups)
-        self._formed, self._forms = list[dict[str, Any]](), list[bool]()
+        self._formed: list[dict[str, Any]] = []
+        self._forms: list[bool] = []
         if on_devices:
             self._formed = list(filter(_chooses_form, map(groups.__getitem__, on_devices)))
             self._forms = list(map(_takes_many, self._formed))
         self._whole = list(map(_parameters_of, groups))
-        self._given = list(map(list, parameters))
+        self._given = parameters if check is None else list(map(list, parameters))
         self._check = check
 
     def __enter__(self) -> None:
         for group, parameters in zip(self._groups, self._given, strict=True):
             group["params"] = parameters
-        for group, takes_many in zip(self._formed, self._forms, strict=True):
-            group["foreach"] = takes_many
+        if self._forms:
+            for group, takes_many in zip(self._formed, self._forms, strict=True):
+                group["foreach"] = takes_many
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

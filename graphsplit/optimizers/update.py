@@ -209,11 +209,12 @@ class Updater:
 
     def step(self) -> None:
         """Step the optimizers."""
-        if not self.needs_reduction:
-            self._tell()
-            if isinstance(self.rules.clip, Value):
-                self.rules.clip.in_one_process(self._owned())
-        scaler = self.rules.scaler if self.rules.scales else None
+        scaler, clip = self.rules.scaler if self.rules.scales else None, self.rules.clip
+        if scaler is None and not isinstance(clip, GlobalNorm):  # else ``partial`` did
+            if self.on_gradients is not None:
+                self._tell()
+            if clip is not None:
+                clip.in_one_process(self._owned())
         for optimizer in self._optimizers:
             optimizer.step(scaler)
         if scaler is not None:
