@@ -241,6 +241,7 @@ class PartitionPlan:
             first lane; see ``partition.replicas.buffer_chains``.
         blocks: The parameters whose gradients are added in blocks, by number in the first lane; see
             ``partition.replicas.blocks``.
+        is_replicated: Whether replicas share the microbatches, or what is evaluated.
         together: How many whole batches replicas evaluate at once: they are its microbatches then.
         evaluators: For each replicated module, the workers that share these batches.
         exchange: When parts of gradients that are added in blocks go to their owners.
@@ -264,6 +265,7 @@ class PartitionPlan:
     lanes: tuple[range, ...] = ()
     chains: Mapping[int, BufferChain] = field(default_factory=dict)
     blocks: Mapping[int, BlockSums] = field(default_factory=dict)
+    is_replicated: bool = False
     together: int = 1
     evaluators: tuple[tuple[int, ...], ...] = ()
     exchange: Exchange = Exchange.BESIDE

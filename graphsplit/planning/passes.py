@@ -199,6 +199,8 @@ def make_plan(
     if together > 1 and is_evaluated_apart(graph):
         shared = dict.fromkeys(annotation.replicas for annotation in replicas.values())
         plan = replace(plan, together=together, evaluators=tuple(shared))
+    is_replicated = bool(plan.evaluators) if is_evaluated else bool(replicas)
+    plan = replace(plan, is_replicated=is_replicated)
     if is_evaluated and part.num_microbatches > plan.together:
         raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
     plan = _with_blocks(plan, task, part)

@@ -19,6 +19,7 @@ from graphsplit.capture.observe import Observer, alias_of, like, reachable_value
 from graphsplit.capture.opaque.answers import run_with_answers
 from graphsplit.capture.opaque.run import Arguments, AttributeSlot, Runnable
 from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, Pair, Traits
+from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
@@ -144,7 +145,9 @@ class OpaqueRecorder:
             assigned=_assigned(whole, run, state),
         )
         same = _same(given, [returned[i] for i in recorded], outputs)
-        traits = replace(_traits(whole, run, given, outputs, len(operands)), same=same)
+        first = len(operands)
+        unseen = {first + index for index in self._may_be_written(whole, run, state)}
+        traits = replace(_traits(whole, run, given, outputs, unseen), same=same)
         call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source, run.reached)
         self._add_node(call, given, outputs, tracer)
         self.modules.update((id(m), m) for top in modules for m in top.modules())
@@ -268,6 +271,20 @@ class OpaqueRecorder:
         )
         return next(position for position, one in enumerate(held) if one is tensor)
 
+    def _may_be_written(
+        self, whole: OpaqueCode, run: _Run, state: Sequence[torch.Tensor]
+    ) -> Iterator[int]:
+        """Which of the state code may write to that was not seen to run as it will: buffers.
+
+        Where no code of the user's writes to anything, those of torch's own layers alone.
+        """
+        may_write = whole.outputs is not None or run.reached.may_write
+        for index, tensor in enumerate(state if run.guessed else ()):
+            held_by = [place.module for place in self._places(tensor)]
+            is_of_torch = not held_by or any(map(_is_of_torch, held_by))
+            if not isinstance(tensor, nn.Parameter) and (may_write or is_of_torch):
+                yield index
+
     def _places(self, tensor: torch.Tensor) -> tuple[AttributeSlot, ...]:
         return tuple(
             AttributeSlot(module, kind, name)
@@ -288,6 +305,12 @@ def _modules_seen(function: Callable[..., Any], arguments: Arguments) -> tuple[n
     """Modules that a call is given, or that its function refers to."""
     seen = [v for v in (*arguments.leaves, *reachable_values(function)) if isinstance(v, nn.Module)]
     return tuple(dict.fromkeys(seen))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether code of a library's layer may run in a module."""
+    kinds = set(type(module).__mro__) - {nn.Module, object}
+    return any(is_of_library(kind.__module__) for kind in kinds)
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
@@ -404,14 +427,10 @@ def _traits(
     run: _Run,
     operands: Sequence[Any],
     outputs: Sequence[torch.Tensor],
-    num_arguments: int,
+    unseen: set[int],
 ) -> Traits:
     tensors = {i: o for i, o in enumerate(operands) if isinstance(o, torch.Tensor)}
-    written = {i for i, o in tensors.items() if storage_of(o) in run.observer.written}
-    if run.guessed:  # whatever it does, it may do: buffers may change, and random numbers be drawn
-        written |= {
-            i for i, o in tensors.items() if i >= num_arguments and not isinstance(o, nn.Parameter)
-        }
+    written = {i for i, o in tensors.items() if storage_of(o) in run.observer.written} | unseen
     storages = {storage_of(o) for o in outputs}
     is_random = run.observer.is_random or run.guessed
     is_random = is_random if whole.is_random is None else whole.is_random

@@ -23,6 +23,7 @@ from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import freeze, same
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.private import FakeTensor, HigherOrderOperator
 
 
@@ -59,6 +60,8 @@ class Limits:
         detached: Outputs that are written to later, in place. An operand that came from elsewhere
             is a leaf here, which autograd lets nobody write to.
         keeps_gradients: Whether a gradient that was not expected would be lost.
+        unwritten: Operands that must be left as they are: the plan takes them for the same in all
+            microbatches, or on all workers.
     """
 
     distinct: tuple[Pair, ...] = ()
@@ -66,6 +69,7 @@ class Limits:
     as_captured: tuple[Pair, ...] = ()
     detached: tuple[int, ...] = ()
     keeps_gradients: bool = True
+    unwritten: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,17 @@ class OpaqueCall:
         return self._called(operands)
 
     def _called(self, operands: Sequence[Any]) -> Any:
+        unwritten = self._limits.unwritten if self._limits is not None else ()
+        before = [writes_of(operands[index]) for index in unwritten]
         with leaves_state(self.label, self.source, self._watched):
             outputs = list(self._run(*operands))
+        if before != [writes_of(operands[index]) for index in unwritten]:
+            raise OpaqueCallError(
+                f"{self.label} writes to a parameter or buffer, which it did not when the network "
+                f"was captured; others would go on with what it was\n  {self.source}\n"
+                f"  Fix: keep what it writes to in a buffer that it writes to each time, or write "
+                f"between two steps."
+            )
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected
             if output.dtype != dtype or not _fits(output.shape, shape):

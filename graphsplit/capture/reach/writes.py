@@ -31,9 +31,10 @@ _METHODS = frozenset(
     for name in {name for kind in _CHANGING for name in dir(kind)}
     if not (name.startswith("__") or any(hasattr(kind, name) for kind in _READ_ONLY))
 ) | {"add", "clear", "fill", "put", "resize", "set", "sort", "train", "eval", "__setitem__"}
+_NORMS = frozenset(("batch_norm", "native_batch_norm", "instance_norm"))  # running statistics
 _OF_MODULES = frozenset(name for name in dir(nn.Module) if name.startswith(("register_", "set_")))
 _BUILTIN = frozenset(("setattr", "delattr", "vars", "globals", "exec", "eval", "next"))
-_NAMES = _METHODS | _OF_MODULES | _BUILTIN | {"__dict__", "__setattr__", "add_module"}
+_NAMES = _METHODS | _NORMS | _OF_MODULES | _BUILTIN | {"__dict__", "__setattr__", "add_module"}
 _PURE = ("torch", "math", "cmath", "builtins", "typing", "_operator", "__future__")
 _OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp", "jvp")
 
@@ -94,9 +95,11 @@ def _writes(code: types.CodeType, is_making: bool) -> bool:
     """
     before: Any = None
     for one in dis.get_instructions(code):
-        if one.opname in _WRITING or _is_in_place(one) or one.argval in _NAMES:
+        if one.opname in _WRITING or _is_in_place(one):
             return True
-        if one.opname == "STORE_ATTR" and not (is_making and _is_first(before, code)):
+        is_write = one.opname == "STORE_ATTR" or one.argval in _NAMES
+        is_own = one.opname == "STORE_ATTR" or one.argval in _OF_MODULES
+        if is_write and not (is_own and is_making and _is_first(before, code)):
             return True
         if isinstance(one.argval, types.CodeType) and _writes(one.argval, is_making=False):
             return True
@@ -107,7 +110,8 @@ def _writes(code: types.CodeType, is_making: bool) -> bool:
 def _is_in_place(one: dis.Instruction) -> bool:
     """Whether this is ``+=``, takes a method such as ``add_``, or hands ``out=`` on."""
     if isinstance(one.argval, str):
-        return one.argval.endswith("_") and not one.argval.endswith("__")
+        is_variable = "FAST" in one.opname  # ``for _ in ...``
+        return one.argval.endswith("_") and not (one.argval.endswith("__") or is_variable)
     is_operator = one.opname.startswith("INPLACE") or one.opname == "BINARY_OP"
     hands_out = isinstance(one.argval, tuple) and "out" in one.argval
     return hands_out or (is_operator and one.argrepr.endswith("="))

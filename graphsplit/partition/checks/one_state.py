@@ -50,7 +50,8 @@ def shared_elsewhere(
         position: The call.
         in_backward: What its hooks and its own backward can reach, not what it reaches when called.
     """
-    calls = dict(opaque_calls(plan))
+    lane = plan.lane_of(position)
+    calls = {at: call for at, call in opaque_calls(plan) if plan.lane_of(at) == lane}
     mine = calls[position].reached
     own = mine.in_backward if in_backward else mine.in_forward
     found: dict[Any, str] = {}
@@ -63,10 +64,15 @@ def shared_elsewhere(
 
 
 def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
-    """The calls kept whole, those on copies of what they write to as well; with their positions."""
+    """The calls kept whole, those on copies of what they write to as well; with their positions.
+
+    In each lane, where there are some.
+    """
     graph = plan.placed.graph
-    calls = ((node, getattr(node.target, "target", node.target)) for node in graph.fx_graph.nodes)
-    return [(graph.positions[node.name], one) for node, one in calls if isinstance(one, OpaqueCall)]
+    targets = {name: fx_node.target for name, fx_node in graph.fx_nodes.items()}
+    found = ((at, targets.get(node.name)) for at, node in enumerate(graph.nodes))
+    calls = ((at, getattr(target, "target", target)) for at, target in found)
+    return [(at, one) for at, one in calls if isinstance(one, OpaqueCall)]
 
 
 def reached_on(plan: PartitionPlan, rank: int) -> Iterator[Any]:
@@ -137,6 +143,8 @@ def _shared(plan: PartitionPlan, first: int, one: Reached, second: int, two: Rea
 
 def _is_in_order(plan: PartitionPlan, first: int, second: int) -> bool:
     """Whether two calls share a worker, and run there as in the plain loop."""
+    if plan.is_replicated:
+        return False
     one, two = (plan.segments[plan.segmentation.segment_of[p]] for p in (first, second))
     if one.index == two.index:
         return True

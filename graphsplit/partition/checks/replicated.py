@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch.fx import Node
 
 from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.operations.effects import written_operands
-from graphsplit.capture.operations.opaque_call import opaque_call
+from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call
+from graphsplit.capture.reach.holders import OF_THE_PROCESS
 from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
 from graphsplit.guards.changes import Change, Computed
@@ -72,6 +74,7 @@ def is_evaluated_apart(graph: CapturedGraph) -> bool:
     """
     nodes = graph.nodes
     draws = any(node.is_random for node in nodes)
+    draws |= any(call.reached.may_write for _, call in _kept_whole(graph))
     is_state_out = any(o.node is not None and nodes[o.node].is_state for o in graph.outputs)
     return not (draws or is_state_out or graph.changes or any(_problems_of(graph)))
 
@@ -101,9 +104,15 @@ def _problems_of(graph: CapturedGraph) -> Iterator[str]:
     devices = {n.meta.device for n in graph.nodes if n.meta is not None} - {CPU}
     if devices:
         yield f"it has tensors on {', '.join(sorted(devices))}, and replicas add up on CPUs alone"
-    kept = [(f, call) for f in graph.fx_nodes.values() if (call := opaque_call(f)) is not None]
-    written = {graph.positions.get(one.name) for f, _ in kept for one in written_operands(f)}
-    by_kept = {p for p in graph.modified & written if graph.nodes[p].is_state}
+    by_kept: set[int] = set()
+    for fx_node, call in _kept_whole(graph):
+        written = {graph.positions.get(operand.name) for operand in written_operands(fx_node)}
+        found = {p for p in graph.modified & written if graph.nodes[p].is_state}
+        by_kept |= found
+        names = [told(graph.nodes[p].kind.value, graph.nodes[p].target) for p in sorted(found)]
+        names += _left_in_python(call)
+        if names:
+            yield f"{call.label} is kept whole, and changes {', '.join(names)} between microbatches"
     for position in sorted(graph.modified - by_kept):
         node = graph.nodes[position]
         what = "an input" if not node.is_state else told(node.kind.value, node.target)
@@ -114,7 +123,17 @@ def _problems_of(graph: CapturedGraph) -> Iterator[str]:
         )
     if graph.draws_from_process:
         yield "forward draws from Python's or NumPy's generator, which runs through microbatches"
-    for _, call in kept[:1]:
-        changed = [told("buffer", graph.nodes[p].target) for p in sorted(by_kept)]
-        does = f"changes {', '.join(changed)}" if changed else "may keep something"
-        yield f"{call.label} is kept whole, and {does} between microbatches"
+
+
+def _kept_whole(graph: CapturedGraph) -> Iterator[tuple[Node, OpaqueCall]]:
+    """The calls kept whole, each with its node."""
+    for node in graph.fx_nodes.values():
+        if (call := opaque_call(node)) is not None:
+            yield node, call
+
+
+def _left_in_python(call: OpaqueCall) -> list[str]:
+    """What a call was seen to change, or draws from, that its next microbatch would find."""
+    keys = call.reached.changed | call.reached.own_generators().keys()
+    held = (call.reached.holders[key] for key in keys - OF_THE_PROCESS)
+    return sorted({holder.name for holder in held if holder.decides})

@@ -15,12 +15,12 @@ eager's; what would come in another is refused when it happens, and only then.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import Node
+from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.opaque.handed_out import WRITTEN_LATER, WrittenLater
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import Limits, OpaqueCall, Pair
@@ -61,6 +61,7 @@ class _Returned:
     def __init__(self, plan: PartitionPlan, position: int) -> None:
         self._plan = plan
         self._call = position
+        self._lane = position - plan.in_first_lane(position)
         self._graph = plan.placed.graph
         self._nodes = plan.placed.graph.nodes
         self._segment_of = plan.segmentation.segment_of
@@ -82,15 +83,24 @@ class _Returned:
             as_captured=tuple(w.pair for w in written if not self._runs_in_place(w)),
             detached=tuple(sorted({w.pair[1] - num_operands for w in written})),
             keeps_gradients=self._graph.mode.records_gradients,
+            unwritten=tuple(self._unwritten()),
         )
+
+    def _unwritten(self) -> Iterator[int]:
+        """Buffers that it was not seen to write to; and parameters, which replicas borrow."""
+        assert isinstance(self._fx.target, OpaqueCall)
+        for one in self._operands():
+            node = self._nodes[one.value]
+            is_kept = node.is_state if self._plan.is_replicated else node.kind is NodeKind.BUFFER
+            if is_kept and one.number not in self._fx.target.traits.written:
+                yield one.number
 
     def _runs_in_place(self, written: WrittenLater) -> bool:
         """Whether all that uses the memory runs in the call's segment, as it is written."""
-        position = self._plan.placed.graph.positions
         here = self._segment_of[self._call]
         return not written.is_kept and all(
-            name in position
-            and self._segment_of[position[name]] == here
+            (position := self._at(name)) is not None
+            and self._segment_of[position] == here
             and not isinstance(self._graph.fx_nodes[name].target, MemoryCall)
             for name in written.touching | written.writes
         )
@@ -113,12 +123,21 @@ class _Returned:
         return [_Tensor(i, value, k) for k, (i, value) in enumerate(zip(slots, reads, strict=True))]
 
     def _outputs(self) -> list[_Tensor]:
-        first, position = len(self._fx.args), self._graph.positions
+        first = len(self._fx.args)
         if self._nodes[self._call].meta is not None:
             return [_Tensor(first, self._call)]
         elements = [user for user in self._fx.users if user.target is operator.getitem]
-        found = [_Tensor(first + int(str(e.args[1])), position[e.name]) for e in elements]
+        made = ((int(str(e.args[1])), self._at(e.name)) for e in elements)
+        found = [_Tensor(first + index, value) for index, value in made if value is not None]
         return sorted(found, key=lambda tensor: tensor.value)
+
+    def _at(self, name: str) -> int | None:
+        """The number of a node in the lane of the call; None for one that the graph left out."""
+        found = self._graph.positions.get(name)
+        return None if found is None else self._lane + self._plan.in_first_lane(found)
+
+    def _is_loss(self, value: int) -> bool:
+        return self._plan.in_first_lane(value) == self._graph.loss_node
 
     def _may_be_one(self, one: _Tensor, two: _Tensor) -> bool:
         first, second = self._nodes[one.value], self._nodes[two.value]
@@ -129,7 +148,7 @@ class _Returned:
     def _uses(self, value: int) -> list[Use]:
         """The uses that carry a gradient, latest first; of what they may hand on as well."""
         found: list[Use] = []
-        if value == self._graph.loss_node:
+        if self._is_loss(value):
             found.append((len(self._nodes), 0))
         for use in self._plan.gradient_uses.get(value, ()):
             found.append(use)
@@ -142,7 +161,7 @@ class _Returned:
         if not isinstance(fx_node.target, OpaqueCall):
             return []
         names = [fx_node.name, *(user.name for user in fx_node.users)]
-        made = [self._graph.positions[n] for n in names if n in self._graph.positions]
+        made = [at for name in names if (at := self._at(name)) is not None]
         return [
             use
             for result in made
@@ -168,7 +187,7 @@ class _Returned:
             if use[0] != self._call
             for other in (use, *self._uses_handed_on(value, use[0]))
         ]
-        ends = [(len(self._nodes), 0)] if value == self._graph.loss_node else []
+        ends = [(len(self._nodes), 0)] if self._is_loss(value) else []
         return [*ends, *handed_on]
 
     def _is_here(self, use: Use, leaf: int | None) -> bool:
