@@ -78,9 +78,19 @@ class Beside(Net):
         return self.head(hidden) * (1 + self.body.size)
 
 
+class Seen(Net):
+    """Leaves tensors in containers, with a history and without, for the script alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        self.seen = [hidden, hidden.detach()]
+        self.parts = {"x": x, "size": {"of": hidden.pow(2).mean().detach(), "n": 3}}
+        return self.head(hidden)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("order", ["left", "pairs"])
-@pytest.mark.parametrize("make", [Normed, Pruned, Beside])
+@pytest.mark.parametrize("make", [Normed, Pruned, Beside, Seen])
 def test_tensors_that_forward_leaves_and_nobody_reads_later(make: Any, order: str) -> None:
     same_over_two(
         make,
@@ -98,6 +108,18 @@ class Counts(Net):
         return super().forward(x) * self.calls
 
 
+class Collects(Net):
+    """A list that grows with each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.mean())
+        return super().forward(x)
+
+
 class Thaws(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +132,11 @@ class Thaws(Net):
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(Counts, r"leaves net\.calls: .*, one"), (Thaws, r"leaves .*head\.weight.*: True, one")],
+    [
+        (Counts, r"leaves net\.calls: .*, one"),
+        (Collects, r"leaves net\.seen: .*, one"),
+        (Thaws, r"leaves .*head\.weight.*: True, one"),
+    ],
 )
 def test_what_each_microbatch_finds_of_the_one_before_is_refused(make: Any, why: str) -> None:
     with pytest.raises(PlacementError, match=why):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,7 +17,7 @@ from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
 from graphsplit.guards.changes import Change, Computed
 from graphsplit.guards.places import PlaceKind
-from graphsplit.guards.values import is_plain
+from graphsplit.guards.values import is_plain, with_leaves
 from graphsplit.marks.annotations import Annotation
 from graphsplit.tensor_meta import CPU
 
@@ -92,11 +93,14 @@ def _left_again(changes: Iterable[Change], start: int) -> Iterator[str]:
     for it runs before them; were each to find what the one before left, none could run beside it.
     """
     for change in changes:
-        is_kept = change.place.kind not in _OF_TENSORS and (
-            isinstance(change.new, (Computed, torch.Tensor)) or is_plain(change.new)
-        )
+        new = with_leaves(change.new, lambda leaf: None if _stands_for_it(leaf) else leaf)
+        is_kept = change.place.kind not in _OF_TENSORS and is_plain(new)
         if not is_kept or (change.is_read and start):
             yield f"forward leaves {change.told()}, one microbatch after the other"
+
+
+def _stands_for_it(leaf: Any) -> bool:
+    return isinstance(leaf, (Computed, torch.Tensor))
 
 
 def _problems_of(graph: CapturedGraph) -> Iterator[str]:
