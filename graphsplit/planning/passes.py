@@ -199,8 +199,7 @@ def make_plan(
     if together > 1 and is_evaluated_apart(graph):
         shared = dict.fromkeys(annotation.replicas for annotation in replicas.values())
         plan = replace(plan, together=together, evaluators=tuple(shared))
-    is_replicated = bool(plan.evaluators) if is_evaluated else bool(replicas)
-    plan = replace(plan, is_replicated=is_replicated)
+    plan = replace(plan, is_replicated=bool(plan.evaluators or (replicas and not is_evaluated)))
     if is_evaluated and part.num_microbatches > plan.together:
         raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
     plan = _with_blocks(plan, task, part)
@@ -211,8 +210,7 @@ def make_plan(
         sizes = task.partial_sizes([owned[name] for name in names], num_workers)
         plan = with_reduction(plan, sizes) if sizes is not None else plan
     check_reduction(plan)
-    if part.exchange is Exchange.ALONE:
-        plan = exchange_alone(plan)
+    plan = exchange_alone(plan) if part.exchange is Exchange.ALONE else plan
     return plan, lower_plan(plan, part, task.schedule)
 
 

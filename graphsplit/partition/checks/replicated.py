@@ -137,7 +137,7 @@ def _kept_whole(graph: CapturedGraph) -> Iterator[tuple[Node, OpaqueCall]]:
 
 
 def _left_in_python(call: OpaqueCall) -> list[str]:
-    """What a call was seen to change, or draws from, that its next microbatch would find."""
+    """State that a call was seen to change, or draws from, and its next microbatch would find."""
     keys = call.reached.changed | call.reached.own_generators().keys()
     held = (call.reached.holders[key] for key in keys - OF_THE_PROCESS)
     return sorted({holder.name for holder in held if holder.decides})
