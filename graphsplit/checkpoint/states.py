@@ -272,10 +272,13 @@ class States:
             StateError: It does not fit; nothing was loaded.
         """
         values = self.load_all(folder, extra=extra)
+        if isinstance(values.get("python"), dict):  # not in those of earlier versions
+            apart = (one for name, one in values.items() if name.startswith(WHOLE))
+            self._holder.note_put(self.python.put(together(values["python"], apart)))
         return Loaded(Position.read(values["position"]), values.get("extra") or {})
 
     def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As ``load``; returns every section that was saved for all, and for this worker."""
+        """As ``load``, but for plain attributes; returns all sections for this worker."""
         source = Source.open_folder(Path(folder), self._holder.group())
         return self.load_from(source, folder, extra=extra)
 
@@ -307,9 +310,6 @@ class States:
                     value.load_state_dict(saved[name])
             for name, value in self.more.items():
                 value.load_state_dict(values["more"][name])
-            if isinstance(values.get("python"), dict):  # not in those of earlier versions
-                apart = (one for name, one in values.items() if name.startswith(WHOLE))
-                self._holder.note_put(self.python.put(together(values["python"], apart)))
             self._take_over(found, values)
             self._holder.progress.checksums.clear()  # other batches may follow
             self._put_kept([v for n, v in values.items() if n.startswith(KEPT)], is_own=False)

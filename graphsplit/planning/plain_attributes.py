@@ -1,16 +1,17 @@
-"""Plain attributes and marks of parameters, as a save keeps them of a run.
+"""Plain attributes and marks of parameters, as saves and snapshots keep them of a run.
 
 Attributes of the network's modules and of the loss (numbers, texts, tensors, containers of them),
 and ``requires_grad``, decide what a step computes. The script makes them as they are before the
 first call; a save holds those that have changed since, and a load puts the others back to that.
 
-What code kept whole can reach is saved by the worker that runs it: not all that it leaves can be
+A snapshot leaves tensors out: those that count are kept by what watches them. What code kept whole
+can reach is saved by the worker that runs it: not all that it leaves can be
 sent to the others after a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from inspect import getattr_static
 from typing import Any
 
@@ -40,53 +41,17 @@ from graphsplit.torch_ext.attributes import writes_of
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
 
+# Attributes that were ever other than when a Model began, by their dictionary: of modules that have
+# several Models each has another beginning, and so has a process that comes back.
+_changed: set[tuple[int, str]] = set()
 _SCALARS = frozenset((int, float, bool, str, bytes, complex, type(None)))
-
-
-def scalars_in(held: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of an object that are plain values, and no containers."""
-    return {n: v for n, v in held.items() if type(v) in _SCALARS and not n.startswith(_OTHERS)}
-
-
-class Scalars:
-    """The plain values in attributes of some objects, as the script has built them.
-
-    A process that takes the place of another builds them alike; what is other now it must be told.
-
-    Args:
-        objects: Gives the objects, in an order that is the same on all workers.
-    """
-
-    def __init__(self, objects: Callable[[], Iterable[Any]]) -> None:
-        self._objects = objects
-        self._built = [scalars_in(held) for held in self._all()]
-
-    def _all(self) -> list[dict[str, Any]]:
-        return [own_dictionary(one) or {} for one in self._objects()]
-
-    def changed(self) -> dict[str, dict[str, Any]]:
-        """Those that are other now, by the object's number; none if objects have come or gone."""
-        now = [scalars_in(held) for held in self._all()]
-        if len(now) != len(self._built):
-            return {}
-        found = {
-            str(at): {n: v for n, v in after.items() if not same(before.get(n, MISSING), v)}
-            for at, (before, after) in enumerate(zip(self._built, now, strict=True))
-        }
-        return {at: changed for at, changed in found.items() if changed}
-
-    def put(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let them have what ``changed`` gave."""
-        held = self._all()
-        for at, values in changed.items():
-            held[int(at)].update(values)
 
 
 class PlainState:
     """The changed attributes and marks of one task.
 
     Args:
-        task: Whose network and loss.
+        task: Its network and loss.
     """
 
     def __init__(self, task: Task) -> None:
@@ -118,29 +83,37 @@ class PlainState:
             self._copies[id(leaf)] = leaf.detach().clone()
         return self._note_writes(leaf)
 
-    def saved(self, of: Collection[int] | None = None) -> dict[str, Any]:
-        """All that has changed since ``begin``: plain values and tensors, by name.
+    def saved(
+        self, of: Collection[int] | None = None, *, with_tensors: bool = True
+    ) -> dict[str, Any]:
+        """All that has ever changed since ``begin``: plain values and tensors, by name.
 
         Args:
             of: Whose attributes alone, by the identities of their dictionaries; None: all.
+            with_tensors: Whether also tensors, and what holds some.
 
         Returns:
             Them, with the paths of ``of``, the names of those gone, and of those that cannot be
             written; and the marks of parameters that have changed.
         """
         self.begin()
-        first, (now, unsaved) = self._first or {}, self._attributes(of)
-        changed = {
-            name: thaw(_as_written(value))
+        first, (now, unsaved) = self._first or {}, self._attributes(of, with_tensors)
+        there = {path: held for path, held, _ in self._holders(of)}
+        places = {name: (id(there[_holder_of(name)]), _key(name)) for name in now}
+        _changed.update(
+            places[name]
             for name, value in now.items()
             if not same(first.get(name, MISSING), reference_of(value)) or self._is_written_to(value)
-        }
-        there = {path: held for path, held, _ in self._holders(of)}
+        )
         marks = self._marks()
         return {
             "paths": [] if of is None else list(there),
-            "attributes": changed,
-            "gone": [n for n in first if (at := there.get(_holder_of(n))) and _key(n) not in at],
+            "attributes": {
+                name: thaw(_as_written(value))
+                for name, value in now.items()
+                if places[name] in _changed
+            },
+            "gone": [n for n in first if _key(n) not in there.get(_holder_of(n), (_key(n),))],
             "unsaved": unsaved,
             "requires_grad": {n: m for n, m in marks.items() if self._first_marks.get(n) != m},
         }
@@ -152,13 +125,14 @@ class PlainState:
         """
         self.begin()
         given, gone = saved.get("attributes") or {}, saved.get("gone") or ()
-        values = {name: value for name, value in (self._first or {}).items() if name not in gone}
+        apart = {*gone, *saved.get("unsaved", ())}
+        values = {name: value for name, value in (self._first or {}).items() if name not in apart}
         network = self._task.network
         found = {name: freeze(value) for name, value in given.items()}
         written = {n: v for n, v in found.items() if _can_be_written(v)}
         values = {n: with_leaves(v, self._as_first) for n, v in values.items() if n not in written}
         values = {n: with_stand_ins(v, network) for n, v in {**values, **written}.items()}
-        changed = self._delete({*values, *saved.get("unsaved", ())}, gone, saved)
+        changed = self._delete({*values, *apart}, gone, saved)
         for path, held, kind in self._holders():
             for name, value in _below(path, values):
                 there = held.get(name, MISSING)
@@ -193,22 +167,34 @@ class PlainState:
             self._note_writes(leaf)
         return leaf
 
-    def _attributes(self, of: Collection[int] | None = None) -> tuple[dict[str, Any], list[str]]:
-        """The values that can be saved, and the names of others."""
+    def _attributes(
+        self, of: Collection[int] | None = None, with_tensors: bool = True
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The values that can be saved and are not the very first ones; the names of others."""
+        first = self._first or {}
         found, others = {}, []
         for path, held, _ in self._holders(of):
-            for name, value in held.items():
-                if self._is_saved(name, value):
-                    found[f"{path}.{name}"] = self._written(value)
-                elif _is_users(name):
-                    others.append(f"{path}.{name}")
+            for key, value in held.items():
+                if key in _OF_TORCH:  # most are
+                    continue
+                name, is_atom = f"{path}.{key}", _is_atom(value)
+                is_first = is_atom and reference_of(first.get(name, MISSING)) is value
+                if (is_first and (id(held), key) not in _changed) or not _is_users(key):
+                    continue
+                if is_atom:
+                    found[name] = freeze(value)
+                elif self._is_saved(key, value, with_tensors):
+                    found[name] = self._written(value)
+                else:
+                    others.append(name)
         return found, others
 
     def _written(self, value: Any) -> Any:
-        return value if type(value) in _SCALARS else with_names(freeze(value), self._task.network)
+        return with_names(freeze(value), self._task.network)
 
-    def _is_saved(self, name: Any, value: Any) -> bool:
-        return _is_users(name) and value is not MISSING and _can_be_written(self._written(value))
+    def _is_saved(self, name: Any, value: Any, with_tensors: bool = True) -> bool:
+        written = self._written(value) if with_tensors else freeze(value)
+        return _is_users(name) and value is not MISSING and _can_be_written(written, with_tensors)
 
     def _is_written_to(self, value: Any) -> bool:
         """Whether a tensor in a snapshot is new, or was modified since the first call."""
@@ -281,11 +267,17 @@ def _as_written(frozen: Any) -> Any:
     return Frozen(held, items, frozen.keys)
 
 
-def _can_be_written(frozen: Any) -> bool:
+def _is_atom(value: Any) -> bool:
+    """Whether this is a plain value, or a tuple of such: most attributes are."""
+    is_tuple = type(value) is tuple
+    return _SCALARS.issuperset(map(type, value)) if is_tuple else type(value) in _SCALARS
+
+
+def _can_be_written(frozen: Any, with_tensors: bool = True) -> bool:
     """Whether a save can hold it: plain values, and tensors with values here."""
-    if type(frozen) in _SCALARS:
-        return True
-    written = with_leaves(_as_written(frozen), lambda leaf: None if _is_tensor(leaf) else leaf)
+    written = _as_written(frozen)
+    if with_tensors:
+        written = with_leaves(written, lambda leaf: None if _is_tensor(leaf) else leaf)
     return is_plain(written) and can_be_written(thaw(written))
 
 

@@ -236,7 +236,11 @@ class PythonValues:
         """
         self.note()
         apart = self.apart()
-        values = {key: known.first for key, known in self._known.items() if key not in apart}
+        values = {
+            key: known.first
+            for key, known in self._known.items()
+            if key not in apart and known.first is not _UNKNOWN
+        }
         by_name = {known.name: known.place for known in self._known.values()}
         numbers: list[tuple[torch.Tensor, Any]] = []
         put: dict[str, torch.Tensor] = {}
@@ -264,9 +268,14 @@ class PythonValues:
         number = next(n for n, loss in self.losses.items() if loss is self._task.loss_fn)
         for label in labels:
             place = self._named(label, number)
-            if place is not None:
+            if place is not None and not self._is_of_own_class(place):
                 known = self._known.get(place.identity, _Known(place, _UNKNOWN, number))
                 self._known[place.identity] = replace(known, first=_UNKNOWN)
+
+    def _is_of_own_class(self, place: Place) -> bool:
+        """Whether a plain value cannot be written as such; plain attributes have it besides."""
+        frozen = with_leaves(with_names(freeze(place.read()), self._task.network), number_of)
+        return is_plain(frozen) and not can_be_written(thaw(frozen))
 
     def _put_by_script(self) -> list[torch.Tensor]:
         """The tensors of one element that are not in all of their places since the first read."""

@@ -19,9 +19,6 @@ from graphsplit.guards.values import with_leaves
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.python_values import Numbers, Values
-from graphsplit.planning.recordings import requires_grad_of
-from graphsplit.planning.task import trainable_of
-from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
 from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
 from graphsplit.recovery.snapshot.tables import Given
@@ -76,14 +73,14 @@ class ModelBefore:
         states: Of every optimizer, where it was given since the call before; else None.
         settings: Of every optimizer.
         members: The parameters of every group of every optimizer.
-        requires_grad: Of every parameter.
         python_values: Of every place that network and loss read.
         changed: Tensors that the script has written to, or made, since the call before.
         resumption: What the next ``train`` is to do first.
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
         attributes: Plain attributes of the network and its loss that are other than before the
-            first call, while nothing tells which are read; None later.
-        contents: What other objects, containers and closures hold that these lead to, until then.
+            first call, and which parameters are trained.
+        contents: What other objects, containers and closures hold that these lead to, while nothing
+            tells which are read; None later.
         left: What code kept whole can change.
     """
 
@@ -93,13 +90,12 @@ class ModelBefore:
     states: list[dict[Any, Any]] | None
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
-    requires_grad: tuple[bool, ...]
     python_values: tuple[Values, Numbers]
     changed: Changed
     resumption: Resumption | None
     left: dict[str, Any]
-    left_out: tuple[torch.Tensor, ...] = ()
-    attributes: dict[str, Any] | None = None
+    left_out: tuple[torch.Tensor, ...]
+    attributes: dict[str, Any]
     contents: PlainContents | None = None
 
     @classmethod
@@ -114,13 +110,13 @@ class ModelBefore:
             [_copied(dict(o.state)) for o in share.task.optimizers] if is_new else None,
             [settings_of(optimizer) for optimizer in share.task.optimizers],
             [members_of(optimizer) for optimizer in share.task.optimizers],
-            requires_grad_of(trainable_of(share.task)),
             share.engine.planner.python_values.now(),
             changed,
             share.states.resumption,
             share.left.kept((share.engine.planner,), share.engine.group().rank),
             tuple(share.left_out()),
-            *((None, None) if share.is_settled else (share.states.python.saved(), share.built())),
+            share.states.python.saved(with_tensors=not share.is_settled),
+            None if share.is_settled else share.built(),
         )
 
     @property
@@ -138,10 +134,9 @@ class ModelBefore:
             optimizer.state.update(_copied(state))
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
-        put_requires_grad(trainable_of(self.share.task), self.requires_grad)
-        if self.attributes is not None and self.contents is not None:
+        if self.contents is not None:
             self.contents.put_back()
-            self.share.states.python.put(self.attributes)
+        self.share.states.python.put(self.attributes)
         values, numbers = self.python_values
         self.share.engine.planner.python_values.put(
             {key: with_leaves(v, partial(_present, moved)) for key, v in values.items()},

@@ -34,6 +34,8 @@ NUM_WORKERS = 3
 ON_DISK = (
     "accumulated_uneven_microbatches",
     "attributes_left_by_forward",
+    "attributes_that_a_call_left_before_a_second_model",
+    "attributes_that_no_step_reads",
     "buffers_of_other_forms",
     "built_later",
     "callback_that_keeps_what_lives_here",

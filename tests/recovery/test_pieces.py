@@ -168,8 +168,8 @@ def test_a_part_without_a_number_is_refused(number: Any):
 def test_a_snapshot_on_disk_of_another_version_is_refused_with_both_numbers():
     text = text_of(3, {"lines": []})
     assert parse(text, what="it") == {"lines": []}
-    with pytest.raises(CheckpointError, match=r"snapshot of version 1; .* reads version 5"):
-        parse(text.replace('"version":5', '"version":1'), what="it")
+    with pytest.raises(CheckpointError, match=r"snapshot of version 1; .* reads version 6"):
+        parse(text.replace('"version":6', '"version":1'), what="it")
 
 
 def offer(own: tuple[int, ...] = (), held: tuple[int, ...] = (), **more: Any) -> Offer:

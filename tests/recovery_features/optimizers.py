@@ -112,3 +112,41 @@ def loss_and_optimizer_given_anew(place: bool = True) -> Any:
             model.optimizer = adam(net, 0.01)
         losses.append(model.train_step(x, y))
     return losses, all_of(model), first.calls, second.calls
+
+
+class Notes(gs.callbacks.Callback):
+    """Keeps what it has seen in attributes of the network, which no step reads."""
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        net: Any = context.model.network
+        net.steps.append(context.step)
+        net.by_epoch[context.epoch] = len(net.steps)
+        net.last = (context.epoch, [context.step])
+
+
+@feature
+def attributes_that_no_step_reads(place: bool = True) -> Any:
+    net: Any = plain_net(place=place)
+    net.steps, net.by_epoch, net.last = [], {}, None
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    first = trained(model, None, 2, Notes())
+    net.steps.append("between")
+    return first, trained(model, None, 1, Notes()), net.steps, net.by_epoch, net.last
+
+
+class Flags(gs.callbacks.Callback):
+    """Sets an attribute of the network for the script, which puts it back."""
+
+    def on_train_end(self, context: gs.callbacks.RunContext) -> None:
+        context.model.network.rounds = (*context.model.network.rounds, context.epoch)
+
+
+@feature
+def attributes_that_a_call_left_before_a_second_model(place: bool = True) -> Any:
+    net: Any = plain_net(place=place)
+    net.rounds = ()
+    first = trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)), None, 1, Flags())
+    model = gs.Model(net, nn.CrossEntropyLoss(label_smoothing=0.1), adam(net))
+    found = [trained(model, None, 2, Flags())]
+    net.rounds = ()
+    return first, *found, trained(model, None, 1), net.rounds

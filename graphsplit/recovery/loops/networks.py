@@ -24,7 +24,7 @@ from graphsplit.encoding.values import encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
-from graphsplit.planning.plain_attributes import Scalars
+from graphsplit.planning.plain_attributes import PlainState
 from graphsplit.planning.task import named_state
 from graphsplit.recovery.snapshot.left import LeftInPython
 from graphsplit.recovery.snapshot.optimizers import (
@@ -49,9 +49,10 @@ class LoopNetworks:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._number = len(loop.networks)
-        # As the script builds them, which a new process does as well.
-        self._scalars = [Scalars(net.modules) for _, net in self._all()]
         machineries = [one for _, net in self._all() if (one := behind(net)) is not None]
+        self._python = [PlainState(one.task) for one in machineries]
+        for python in self._python:
+            python.begin()  # as the script builds them, which a new process does as well
         self._left = [LeftInPython(one.task) for one in machineries]
         for one in machineries:
             for planner in one.planners():
@@ -84,8 +85,8 @@ class LoopNetworks:
         """
         self._refuse_new()
         found = []
-        for (index, network), scalars, left in zip(
-            self._all(), self._scalars, self._left, strict=True
+        for (index, network), python, left in zip(
+            self._all(), self._python, self._left, strict=True
         ):
             if is_deferred(network):
                 continue  # not used yet
@@ -94,9 +95,7 @@ class LoopNetworks:
             assert machinery is not None
             values = {
                 "owners": machinery.owners(),
-                "trained": [p.requires_grad for p in network.parameters()],
-                "modes": [module.training for module in network.modules()],
-                "scalars": scalars.changed(),
+                "python": python.saved(with_tensors=False),
                 "attributes": machinery.python_values(),
                 "forms": kept_forms(machinery.task),
                 "left": left.kept(machinery.planners(), self._loop.rank)["values"],
@@ -131,14 +130,10 @@ class LoopNetworks:
             forget_waiting_forms(machinery.task)
             if values["owners"]:
                 machinery.settle_as(values["owners"])
-            self._scalars[at].put(values["scalars"])
+            self._python[at].put(values["python"])
             register_again(network, values["attributes"])
             machinery.put_python_values(values["attributes"])
             self._left[at].put_back([{"values": values["left"], "here": ()}])
-            for parameter, is_trained in zip(network.parameters(), values["trained"], strict=True):
-                parameter.requires_grad_(is_trained)
-            for module, mode in zip(network.modules(), values["modes"], strict=True):
-                module.training = mode
             put_extra_states(network, values["extra"])
             put_tensors(network, f"net{index}", names, part)
 

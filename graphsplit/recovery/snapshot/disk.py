@@ -36,7 +36,7 @@ from graphsplit.security.private_files import open_to_read, replace_file
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
-VERSION = 5
+VERSION = 6
 MAX_BYTES = 1 << 30
 KEEP = 2
 WRITTEN, COMPLETE = "written", "complete"

@@ -29,16 +29,12 @@ from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere, is_elsewhere
-from graphsplit.planning.plain_attributes import Scalars
-from graphsplit.planning.recordings import requires_grad_of
 from graphsplit.planning.task import (
     Task,
     materialize_all,
     named_state,
     stateful_modules,
-    trainable_of,
 )
-from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import contents_of
 from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
@@ -109,20 +105,12 @@ class ModelSnapshot:
         self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
         self._is_checked = False
         self._encoder = Encoder()
-        self._scalars = Scalars(self._objects)
         self.left = LeftInPython(task, engine.planner.python_values.losses)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
         self._num_left_out = Elsewhere.num_left_out
         self._num_known = 0, 0  # owners, and changes of a buffer's form
         self._known: tuple[NetworkState, Ownership] | None = None
-
-    def _objects(self) -> list[Any]:
-        """All modules, and a loss that is none."""
-        return [
-            self.task.loss_fn,
-            *(m for top in stateful_modules(self.task) for m in top.modules()),
-        ]
 
     def check_once(self) -> None:
         """After the first step: let what cannot be kept be known now, not at a later snapshot.
@@ -290,9 +278,8 @@ class ModelSnapshot:
             members.append([[self._names.get(id(p), "") for p in g] for g in members_of(optimizer)])
         contents.add_section("settings", settings)
         contents.add_section("members", members)
-        contents.add_section("requires_grad", list(requires_grad_of(trainable_of(self.task))))
         contents.add_section("forms", kept_forms(task))
-        contents.add_section("scalars", self._scalars.changed())
+        contents.add_section("python", self.states.python.saved(with_tensors=False))
         contents.add_section("attributes", self.engine.planner.python_values.kept())
         contents.add_section(f"{LEFT}{rank}", left)
         contents.add_section("modules", dict(state.values))
@@ -354,7 +341,7 @@ class ModelSnapshot:
             for name, value in contents.sections.items()
             if name not in ("optimizers", "network")
         }
-        self._put_what_is_trained(sections)
+        self._put_python(sections)
         self._put_optimizers(contents, sections["settings"], sections["members"])
         for key, value in sections["modules"].items():
             module_of_extra(self.task.network, key).set_extra_state(value)
@@ -383,7 +370,7 @@ class ModelSnapshot:
     def _go_on_from(self, values: Mapping[str, Any], *, inside: bool) -> None:
         forget_waiting_forms(self.task)
         self.was_loaded = True
-        self._put_what_is_trained(values)
+        self._put_python(values)
         self.engine.set_counters(values["engine"])
         self.states.end_run(values, inside=inside)
         self.note_versions()
@@ -423,12 +410,11 @@ class ModelSnapshot:
                 kept = contents.tensors.get(f"{GRADIENTS}{ownership.name(tensor)}")
                 tensor.grad = None if kept is None else kept.clone()
 
-    def _put_what_is_trained(self, sections: Mapping[str, Any]) -> None:
-        """Which parameters are trained, and what Python code keeps in attributes."""
-        self._scalars.put(sections.get("scalars", {}))
+    def _put_python(self, sections: Mapping[str, Any]) -> None:
+        """Plain attributes, the values that steps read, and what code kept whole can change."""
+        self.states.python.put(sections["python"])
         self.engine.planner.python_values.put_back(sections["attributes"])
         self.left.put_back(sections_of(sections))
-        put_requires_grad(trainable_of(self.task), sections["requires_grad"])
 
     def _put_optimizers(
         self, contents: CheckpointContents, settings: list[Any], members: list[list[list[str]]]
