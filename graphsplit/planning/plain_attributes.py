@@ -133,8 +133,9 @@ class PlainState:
         values = {n: with_leaves(v, self._as_first) for n, v in values.items() if n not in written}
         values = {n: with_stand_ins(v, network) for n, v in {**values, **written}.items()}
         changed = self._delete({*values, *apart}, gone, saved)
+        below = _by_holder(values)
         for path, held, kind in self._holders():
-            for name, value in _below(path, values):
+            for name, value in below.get(path, ()):
                 there = held.get(name, MISSING)
                 hidden = getattr_static(kind, name, None) if there is MISSING else there
                 if self._is_saved(name, hidden) and not same(value, there):
@@ -300,7 +301,9 @@ def _is_users(name: Any) -> bool:
     return is_name and name not in _OF_TORCH
 
 
-def _below(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _by_holder(values: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
+    found: dict[str, list[tuple[str, Any]]] = {}
     for name, value in values.items():
-        if _holder_of(name) == path and _is_users(_key(name)):
-            yield _key(name), value
+        if _is_users(_key(name)):
+            found.setdefault(_holder_of(name), []).append((_key(name), value))
+    return found
