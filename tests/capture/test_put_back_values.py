@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_two_places_that_hold_one_list_get_the_values_that_they_had():
     values.put(kept, numbers)
     assert held == {"a": [1], "b": [2]}
     assert held["a"] is not held["b"]
+
+
+def test_what_was_loaded_since_stays_where_what_was_kept_before_is_put_back():
+    network: Any = nn.Identity()
+    network.a, network.b, network.by_key = [1], [2], defaultdict(list, x=[1])
+    values = PythonValues(
+        _Watching(vars(network)),  # type: ignore[arg-type]
+        SimpleNamespace(network=network, loss_fn=None),  # type: ignore[arg-type]
+    )
+    kept = values.kept()
+    network.a = [5]
+    values.note_put(["net.a", "net.by_key"])
+    assert [one[0] for one in values.kept()] == ["net.a"]  # snapshots have the other one besides
+    values.put_back(kept)
+    assert (network.a, network.b, network.by_key) == ([5], [2], {"x": [1]})
 
 
 class _PastTheClass(nn.Module):
