@@ -74,6 +74,7 @@ def channel_bytes(spec: ChannelSpec) -> int:
     return _num_lines(spec) * _LINE + _num_slots(spec) * slot_bytes(spec)
 
 
+# It orders by itself all but earlier stores with later loads: nothing is called there at a message.
 _IS_X86 = platform.machine() == "x86_64"
 
 
@@ -202,7 +203,7 @@ class _ShmSender(_End, Sender):
             self._raise_if_ended(words, lambda _: False)
         if count - words[_TAKEN] >= self._depth:
             self._wait(lambda words: count - words[_TAKEN] < self._depth, _SENDER_WAITS)
-        slot = self._free_slot(count)
+        slot = self._free_slot(count) if self._num_spare else self._slots[count % self._depth]
         frame = self._encoder.frame_of(value)
         if slot.frame is not frame:
             slot.adopt(frame)
@@ -210,7 +211,8 @@ class _ShmSender(_End, Sender):
         if value is not None:
             slot.write(value)
         MESSAGE.pack_into(slot.header, 0, count, step, microbatch)
-        self._fence.light()
+        if not _IS_X86:
+            self._fence.full()
         self._count = words[_PUBLISHED] = count + 1
         self._fence.full()
         if words[_RECEIVER_WAITS] and not quiet:
@@ -218,8 +220,6 @@ class _ShmSender(_End, Sender):
 
     def _free_slot(self, count: int) -> RingSlot:
         """A slot that is neither under way nor lent; see [Note: lent slots]."""
-        if not self._num_spare:
-            return self._slots[count % self._depth]
         words, depth = self._words, self._depth
         under_way = {self._used[number % depth] for number in range(words[_TAKEN], count)}
         self._fence.light()
@@ -286,8 +286,9 @@ class _ShmReceiver(_End, Receiver):
         elif self._expects:
             words[_RECEIVER_WAITS] = 0
         self._expects = False
-        self._fence.light()
-        slot = self._slot_of(count)
+        if not _IS_X86:
+            self._fence.full()
+        slot = self._slot_of(count) if self._num_spare else self._slots[count % self._depth]
         # A snapshot: what is checked must not change under the check.
         header = bytes(slot.header)
         frame = self._decoder.frame_of_message(
@@ -296,7 +297,8 @@ class _ShmReceiver(_End, Receiver):
         if slot.frame is not frame:
             slot.adopt(frame)
         value = self._value_in(slot) if self._num_spare else slot.copy_out()
-        self._fence.light()
+        if not _IS_X86:
+            self._fence.full()
         self._count = words[_TAKEN] = count + 1
         self._fence.full()
         if words[_SENDER_WAITS]:
@@ -313,8 +315,6 @@ class _ShmReceiver(_End, Receiver):
         return value
 
     def _slot_of(self, count: int) -> RingSlot:
-        if not self._num_spare:
-            return self._slots[count % self._depth]
         index = self._words[_FIRST_SLOT_OF + count % self._depth * _WORDS_PER_LINE]
         if index >= len(self._slots) or self._slots[index].is_lent:
             raise FrameError(
