@@ -126,6 +126,7 @@ class Tickets:
         self._read_last: tuple[Any, PythonStep] = (None, NOTHING_READ)  # without news
         # Always the same memory: a channel is quicker with values that are laid out alike.
         self._ticket = torch.empty(0, dtype=torch.uint8)
+        self._memory = self._ticket.numpy().data
 
     def send(self, ticket: Ticket, *, quiet: Container[int] = ()) -> None:
         """Announce the next batch, or the end of the epoch.
@@ -170,9 +171,10 @@ class Tickets:
                 f"a step ticket takes {len(data)} bytes; at most {TICKET_BYTES} are allowed\n"
                 f"  Fix: a batch of this many parts cannot be described; group them into tensors."
             )
-        if self._ticket.numel() != len(data):
+        if len(self._memory) != len(data):
             self._ticket = torch.empty(len(data), dtype=torch.uint8)
-        self._ticket.numpy().data[:] = data
+            self._memory = self._ticket.numpy().data
+        self._memory[:] = data
         if not self._senders:
             others = (peer for peer in range(self._job.num_workers) if peer != self._job.rank)
             self._senders = {peer: self._job.control.ticket_sender(peer) for peer in others}

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -384,10 +383,8 @@ def _takes_many(group: Mapping[str, Any]) -> bool:
 
 def _hold(groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]) -> bool:
     """Whether groups hold these parameters, and no others."""
-    held = list(map(_parameters_of, groups))  # at every step, several times
-    if list(map(len, held)) != list(map(len, parameters)):
-        return False
-    return all(map(is_, chain.from_iterable(held), chain.from_iterable(parameters)))
+    held = map(_parameters_of, groups)
+    return len(groups) == len(parameters) and all(map(are_same, held, parameters))
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
