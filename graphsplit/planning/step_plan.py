@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -42,6 +43,7 @@ from graphsplit.runtime.random.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
 
 _MOST_CHECKSUMS = 10_000
+_written_inputs, _lanes = attrgetter("written_inputs"), attrgetter("plan.lanes")
 
 
 @dataclass
@@ -169,12 +171,12 @@ class PlannedStep(NamedTuple):
     @property
     def writes_inputs(self) -> bool:
         """Whether the step modifies the batch."""
-        return any(plan.written_inputs for plan in self.plans)
+        return any(map(_written_inputs, self.plans))
 
     @property
     def has_lanes(self) -> bool:
         """Whether workers share its microbatches."""
-        return any(plan.plan.lanes for plan in self.plans)
+        return any(map(_lanes, self.plans))
 
     @property
     def needed_by(self) -> frozenset[int]:

@@ -364,8 +364,9 @@ class ClusterEngine(ClusterState):
         meanwhile: Callable[[], None] | None,
     ) -> StepState:
         plan, profiler = phase.planned, self.profiler
-        is_trained = plan.plan.placed.graph.mode is Mode.TRAIN
-        is_watched = plan.wants_costs or (profiler.is_on and is_trained)
+        is_watched = plan.wants_costs or (
+            profiler.is_on and plan.plan.placed.graph.mode is Mode.TRAIN
+        )
         if is_watched:
             profiler.begin(plan, step)
         before = note_left(plan, self._job.rank) if plan.left_by_calls else {}
