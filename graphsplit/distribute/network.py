@@ -390,7 +390,7 @@ class _Calls(nn.Module):
         if torch.compiler.is_compiling():
             raise ConfigurationError(_COMPILED)
         caller = sys._getframe(1).f_code.co_filename
-        if caller == COMPILED_CALLS:  # what cannot be compiled is run as it is
+        if caller.startswith(COMPILED_CALLS):  # what cannot be compiled is run as it is
             raise ConfigurationError(_COMPILED)
         is_functional = caller == stateless.__file__
         if is_functional or are_transforms_active():

@@ -184,8 +184,8 @@ VJP = "_vjp_with_argnums"  # of eager_transforms(): runs torch.func.vjp and jacr
 CHECKPOINT: tuple[ModuleType, str] = (checkpoint, "_checkpoint_without_reentrant_generator")
 CHECKPOINT_HOOK: Any = checkpoint._checkpoint_hook
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-# The file whose code calls what torch.compile made of a module; importing it takes seconds.
-COMPILED_CALLS = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
+# The folder whose code calls what torch.compile made of a module; importing it takes seconds.
+COMPILED_CALLS = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
 # Modules of torch that pack the blocks of a graph into subgraphs: each has a function of its name.
 EXPORT_PASSES = tuple(
     f"torch._export.passes.{name}"

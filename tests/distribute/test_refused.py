@@ -166,6 +166,13 @@ def compiled(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net(torch.randn(6, 8)).sum()
 
 
+def compiled_later(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """One that is compiled after its first call."""
+    net = distribute(small(ranks))
+    net(torch.randn(6, 8)).sum().backward()
+    yield torch.compile(net, backend="eager")(torch.randn(6, 8)).sum()
+
+
 def watched_for_nan(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A backward that looks for NaN where there are no values."""
     loss = distribute(small(ranks))(torch.randn(6, 8)).sum()
@@ -214,6 +221,7 @@ def data_of_another_worker(distribute: Distribute, ranks: list[int]) -> Iterator
         (closure_at_once, "LBFGS runs the step several times"),
         (normalized_at_first, "pass weight.clone() to that operation"),
         (compiled, "torch.compile around a distributed network"),
+        (compiled_later, "torch.compile around a distributed network"),
         (watched_for_nan, "check_nan=False"),
         (data_of_another_form, "data of a value of (16, 8)"),
         (data_of_another_worker, "both would have one memory from now on"),
