@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.kept_names import is_kept_name
-from graphsplit.capture.state.kept_tensors import buffer_behind
 from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.capture.state.older_values import buffer_behind
 from graphsplit.errors import ConfigurationError
 from graphsplit.frames import own_and_torchs
 from graphsplit.job import joined

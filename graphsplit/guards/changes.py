@@ -36,10 +36,12 @@ from graphsplit.guards.values import (
     reference_of,
     shown,
     thaw,
+    with_leaves,
 )
 from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import BufferForm
 from graphsplit.torch_ext.private import FakeTensor
+from graphsplit.torch_ext.stand_ins import StandIn
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,16 +140,26 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
             change.place.write(left)
 
 
+def latest(frozen: Any) -> Any:
+    """A snapshot with what stands for tensors now, where other things did when it was taken."""
+    return with_leaves(frozen, lambda leaf: leaf.latest() if isinstance(leaf, StandIn) else leaf)
+
+
 def _left(new: Any, held: dict[int, Any]) -> Any:
     """The value to leave, in the containers that are there; in new ones where forward made them."""
     if not isinstance(new, Frozen):
-        return new
+        return latest(new)
     again = replace(new, items=tuple([_left(item, held) for item in new.items]))
     known = held.get(id(new.container))
     if known is None:
         known = held[id(new.container)] = thaw(again)
         return known
     return put_back(replace(again, container=known))
+
+
+def change_of(noted: Noted) -> Change:
+    """The change of a place from what was there first to what is there now, be it none."""
+    return Change(noted.place, noted.first, freeze(noted.place.read()), noted.is_read)
 
 
 def changes_of(

@@ -14,7 +14,7 @@ from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.python.answers import Answers
 from graphsplit.capture.reach.plain import SharedValues
-from graphsplit.guards.changes import leave_all
+from graphsplit.capture.state.older_values import leave_and_count
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
@@ -44,7 +44,7 @@ from graphsplit.planning.passes import (
 from graphsplit.planning.progress import PlanningLines, SizesSeen
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
-from graphsplit.planning.recordings import Match, Recordings, requires_grad_of
+from graphsplit.planning.recordings import Match, Recordings
 from graphsplit.planning.task import (
     Task,
     check_held,
@@ -54,6 +54,7 @@ from graphsplit.planning.task import (
     named_state,
     trainable_of,
 )
+from graphsplit.planning.trainable import requires_grad_of
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, describe_programs
 from graphsplit.runtime.channels import first_received
@@ -318,8 +319,7 @@ class Planner:
             self._plans.move_to_end(key)
         if not self._is_settled:
             self._free_others()
-        if changes := recording.graph.state.changes:
-            leave_all(changes, found.lifted)
+        leave_and_count(self._task.network, recording.graph.state, found.lifted)
         own: dict[str, Any] = {"part": part, "asks": asks, "ending": recording.graph.ending}
         return replace(planned, numbers=found.numbers, **own) if found.numbers or asks else planned
 

@@ -16,8 +16,10 @@ from torch import nn
 
 from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
+from graphsplit.capture.state.older_values import settle_older
 from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
+from graphsplit.guards.changes import latest
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import (
@@ -105,6 +107,7 @@ class PythonValues:
 
     def note(self) -> None:
         """Note all places that are watched by now."""
+        settle_older(self._task.network)
         numbers = {id(loss): number for number, loss in self.losses.items()}
         new: list[Any] = []
         for place, value, loss_fn, is_whole in self._recordings.places():
@@ -148,7 +151,7 @@ class PythonValues:
         In the containers of then: one that was in two places is so again.
         """
         for key, value in values.items():
-            place, then = self._known[key].place, put_back(value)
+            place, then = self._known[key].place, put_back(latest(value))
             there = place.read()
             if then is not there and (isinstance(value, Frozen) or not same(value, there)):
                 place.write(then)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.canonical import TensorsOfNumbers, canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.opaque_call import opaque_call
+from graphsplit.capture.state.older_values import count_references, forget_older, note_held
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.guards.check import Failure, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
@@ -36,12 +36,11 @@ from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.announced import Swaps
 from graphsplit.planning.progress import warn_of_captures
 from graphsplit.planning.task import Task
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.planning.trainable import requires_grad_of
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
 _OF_NUMPY = (np.floating, np.integer)
-_is_trained = attrgetter("requires_grad")
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
 
 
@@ -126,12 +125,6 @@ class Match(NamedTuple):
         return "\n".join([switches_of_all(), *lines, self.recording.graph.describe()])
 
 
-def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """Of every parameter, whether it is trained."""
-    with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
-        return tuple(map(_is_trained, parameters))
-
-
 class Recordings:
     """Makes recordings, and finds those that hold.
 
@@ -177,6 +170,7 @@ class Recordings:
         if self._stock is not None:
             self._stock = [*self._latest, *self._stock][:_MAX_RECORDINGS]
         self._latest.clear()
+        forget_older(self._task.network)
         self._num_made = 0
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
@@ -193,6 +187,12 @@ class Recordings:
             mode: Train, eval or predict.
             signature: Of the batch, or of each microbatch.
         """
+        note_held(self._task.network)
+        found = self._holding(mode, signature)
+        count_references(self._task.network)
+        return found
+
+    def _holding(self, mode: Mode, signature: Signature) -> Match | None:
         for index, recording in enumerate(self._latest):
             is_other = recording.signature is not signature and recording.signature != signature
             if recording.mode is not mode or (is_other and recording.graph.sizes is None):

@@ -7,6 +7,7 @@ stepped, it holds another number on the worker that owns the parameter, and on t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -16,6 +17,8 @@ from graphsplit.capture.operations.effects import shares_memory
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import base_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+
+_is_trained = attrgetter("requires_grad")
 
 
 def check_graph(graph: CapturedGraph) -> None:
@@ -72,6 +75,12 @@ def _refuse_parameter(name: str) -> NoReturn:
         f"the loss is {name} itself, or a view of it: the optimizer changes what it holds\n"
         f"  Fix: return a value of its own, for example the same * 1."
     )
+
+
+def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Of every parameter, whether it is trained."""
+    with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+        return tuple(map(_is_trained, parameters))
 
 
 def put_requires_grad(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:

@@ -14,7 +14,7 @@ from simulated.compare import difference
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import PlanMismatchError
+from graphsplit.errors import OwnershipError, PlanMismatchError
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
@@ -191,3 +191,29 @@ def test_a_worker_that_writes_alone_is_named_by_each_model(was_run: bool) -> Non
     told = "'judge.0.weight' was written to on worker 0, and not on worker 1"
     with pytest.raises(PlanMismatchError, match=told):
         ThreadCluster(run, 2, is_recoverable=False).run()
+
+
+class Average:
+    """Keeps a tensor, in an attribute."""
+
+    def __init__(self) -> None:
+        self.average = torch.ones(())
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = (outputs - target).square().mean()
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss / self.average
+
+
+def test_what_a_loss_keeps_is_kept_for_one_model() -> None:
+    def train(rank: int) -> None:
+        loss_fn, models = Average(), []
+        for _ in range(2):
+            net = two_layers(3, 8, 4, ranks=(0, 1))
+            models.append(gs.Model(net, loss_fn, rmsprop(net)))
+        for seed in range(2):
+            models[0].train_step(rows(3, seed), rows(4, seed))
+        with pytest.raises(OwnershipError, match="of another Model, whose steps use the same"):
+            models[1].train_step(rows(3, 5), rows(4, 5))
+
+    ThreadCluster(train, 2, is_recoverable=False).run()

@@ -23,6 +23,7 @@ from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.handed import Handed
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
+from graphsplit.capture.state.older_values import NOTHING_RENEWED, Renewed
 from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
 from graphsplit.errors import CaptureError, OwnershipError
@@ -72,12 +73,14 @@ class PythonState:
         changes: All that it changed.
         lifted: The numbers that are operands of the graph.
         handed: What the script is handed beside the outputs, in their order.
+        renewed: The kept tensors to which it assigns.
     """
 
     guards: Guards
     changes: tuple[Change, ...] = ()
     lifted: Lifted = field(default_factory=Lifted)
     handed: tuple[Handed, ...] = ()
+    renewed: Renewed = NOTHING_RENEWED
 
 
 NO_STATE = PythonState(Guards(()))
@@ -235,6 +238,7 @@ class StateWatch:
                 if unknown:
                     put_all_back(recorder.noted.values())
                     raise KeepsTensorsError({}, unknown) from None
+                self._kept.refuse_others(recorder.noted)
                 raise
             finally:
                 try:
@@ -350,7 +354,7 @@ class StateWatch:
             with_switches=True,
         )
         handed = tuple(replace(one, value=None) for one in self._kept.handed)
-        return PythonState(guards, self._changes, self._lifted, handed)
+        return PythonState(guards, self._changes, self._lifted, handed, self._kept.renewed)
 
     def _check_parameters(self, module: nn.Module, label: str) -> None:
         before = self._parameters.get(id(module), parameters_of(module))

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.handed import put_leaves
-from graphsplit.capture.state.kept_tensors import KEPT, kept_places, register, stand_ins_of
+from graphsplit.capture.state.kept_tensors import KEPT, register
 from graphsplit.capture.state.kept_value import KeptValue, note_read
+from graphsplit.capture.state.older_values import kept_places, settle_older, stand_ins_of
 from graphsplit.guards.values import freeze, with_leaves
 from graphsplit.torch_ext.attributes import buffer_of_form, buffers_of
 
@@ -27,6 +28,7 @@ _NAME = re.compile(rf"{KEPT}(?P<label>.*?)(?: torch·(?P<dtype>\w+) (?P<form>\[.
 
 def with_names(frozen: Any, network: nn.Module) -> Any:
     """A snapshot of a place, with the name of its buffer for each tensor that is kept in it."""
+    settle_older(network)
     names = {id(stand_in): name for name, stand_in in stand_ins_of(network).items()}
     return with_leaves(
         frozen,

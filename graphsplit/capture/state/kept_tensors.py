@@ -27,9 +27,15 @@ from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
 from graphsplit.capture.state.handed import Handed, labelled_leaves, put_leaves
-from graphsplit.capture.state.kept_value import KeptValue, refuse_moved, shares_memory
+from graphsplit.capture.state.kept_value import (
+    KeptValue,
+    refuse_moved,
+    refuse_other,
+    shares_memory,
+)
+from graphsplit.capture.state.older_values import Renewed, kept_places, stand_ins_of
 from graphsplit.errors import CaptureError
-from graphsplit.guards.changes import Change, put_all_back
+from graphsplit.guards.changes import Change, change_of, latest, put_all_back
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import (
     MISSING,
@@ -51,11 +57,6 @@ from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 
 KEPT = "kept "
-# The places in which a network's code has left tensors, by identity: these are known beforehand.
-kept_places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
-
-# What stands in the places for a network's buffers, by their names.
-_stand_ins: weakref.WeakKeyDictionary[nn.Module, dict[str, KeptValue]] = weakref.WeakKeyDictionary()
 # Buffers that are nobody's but the network's, by identity.
 _own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -157,12 +158,13 @@ class KeptTensors:
             for name, buffer in buffers_of(module).items()
         ]
         self._places = kept_places.get(self._network, {})
-        self._stand_ins = _stand_ins.get(self._network, {})
+        self._stand_ins = stand_ins_of(self._network)
         self._held = {id(t) for t in (*self._state.values(), *self._stand_ins.values())}
         self._before: list[tuple[Place, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands for state
         self._reforms: list[Assigned] = []
         self.handed: list[Handed] = []
+        self.renewed = Renewed()
 
     def bring_in(self) -> None:
         """Put what stands for parameters and buffers into the places that hold them."""
@@ -239,11 +241,13 @@ class KeptTensors:
             id(item.value): self._without_buffer(item.label, "is that of the latest call")
             for item in to_hand
         }
+        renewed: list[tuple[str, Any]] = []
         for item in left:
             name = names.get(id(item.value))
             if name is not None:
                 if item.value is not buffers[name]:
                     assigned.assign(self._network, name, item.value, item.place.source)
+                    renewed += [] if hands_out else [(name, item.place.identity)]
                 final[id(item.value)] = self._stand_in(f"{self._prefix}{name}")
             elif id(item.value) in not_kept:
                 why = not_kept[id(item.value)]
@@ -256,6 +260,8 @@ class KeptTensors:
             known[identity] = one.place
             value = freeze(one.place.read())
             put_leaves(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
+        left_at = [places[identity] for identity in dict(map(reversed, renewed))]
+        self.renewed = Renewed(frozenset(dict(renewed)), tuple(map(change_of, left_at)))
 
     def _is_own(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer is a copy that nobody else holds."""
@@ -283,9 +289,20 @@ class KeptTensors:
             one.place
             for identity, one in noted.items()
             if identity not in self._places
-            and any_leaf(one.first, lambda leaf: id(leaf) in self._held)
+            and any_leaf(latest(one.first), lambda leaf: id(leaf) in self._held)
             and not any_leaf(freeze(one.place.read()), lambda leaf: id(leaf) in self._real)
         ]
+
+    def refuse_others(self, noted: Mapping[Any, Noted]) -> None:
+        """Refuse what another network keeps: its loss is that of another Model, too.
+
+        Raises:
+            OwnershipError: Code has read such a value.
+        """
+        for one in noted.values():
+            for leaf, label in labelled_leaves(latest(one.first), one.place.label):
+                if isinstance(leaf, KeptValue) and id(leaf) not in self._held:
+                    refuse_other(leaf, label)
 
     @property
     def _prefix(self) -> str:
@@ -367,20 +384,6 @@ class KeptTensors:
             if old is not None or buffers_of(self._network).get(name) is None:
                 found[name] = _Wanted(item.value, item.place, item.label, old)
         return found
-
-
-def buffer_behind(value: KeptValue) -> torch.Tensor | None:
-    """The buffer that holds what is kept in a place, for what stands there; None if none does."""
-    for network, known in _stand_ins.items():
-        for name, stand_in in known.items():
-            if stand_in is value:
-                return buffers_of(network).get(name)
-    return None
-
-
-def stand_ins_of(network: nn.Module) -> dict[str, KeptValue]:
-    """The tensors that stand in Python places for a network's buffers, by their names."""
-    return _stand_ins.setdefault(network, {})
 
 
 def register(network: nn.Module, name: str, buffer: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ moves on, so the script is not given it: it would read other numbers without a w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,20 @@ from graphsplit.torch_ext.stand_ins import StandIn, without_memory
 _LABEL = "_graphsplit_label"
 _NOT_KEPT = "_graphsplit_not_kept"
 _WAS_READ = "_graphsplit_was_read"  # from a save, which may put it into any place
+_STANDING = "_graphsplit_standing"
+
+
+@dataclass(eq=False)
+class Standing:
+    """The stand-ins that have one buffer behind them, one after the other.
+
+    Attributes:
+        now: What stands in the places.
+        is_held: Whether the script may hold it besides.
+    """
+
+    now: KeptValue
+    is_held: bool = False
 
 
 class KeptValue(StandIn):
@@ -36,7 +51,12 @@ class KeptValue(StandIn):
         made.__class__ = KeptValue
         setattr(made, _LABEL, label)
         setattr(made, _NOT_KEPT, not_kept)
+        setattr(made, _STANDING, Standing(made))
         return cast(KeptValue, made)
+
+    def latest(self) -> KeptValue:
+        """The one that stands for the same buffer now."""
+        return standing_of(self).now
 
     def need_value(self, asked: str) -> None:
         """Refuse.
@@ -77,6 +97,21 @@ def shares_memory(value: Any, storage: int) -> bool:
     )
 
 
+def standing_of(value: KeptValue) -> Standing:
+    """The one and those with the same buffer behind them."""
+    standing: Standing = getattr(value, _STANDING)
+    return standing
+
+
+def follow(older: KeptValue) -> KeptValue:
+    """Make the one for the same buffer from now on: scripts may hold the one that was there."""
+    made = KeptValue.of(older, label_of(older))
+    standing = standing_of(older)
+    setattr(made, _STANDING, standing)
+    standing.now, standing.is_held = made, False
+    return made
+
+
 def note_read(value: KeptValue) -> None:
     """Note that a save puts it where it was when that was written, whatever is there now."""
     setattr(value, _WAS_READ, True)
@@ -108,6 +143,21 @@ def refuse_moved(places: Iterable[Place], known: Iterable[Place]) -> None:
                 f"  Fix: keep it in a buffer (register_buffer), and take a copy of that; or go on "
                 f"with the object whose code keeps it."
             )
+
+
+def refuse_other(value: KeptValue, label: str) -> None:
+    """Refuse what is kept with another network than the one whose code reads it.
+
+    Raises:
+        OwnershipError: Unless nothing is kept of it at all.
+    """
+    if not getattr(value, _NOT_KEPT):
+        raise OwnershipError(
+            f"the tensor in {label} is kept with the network of another Model, whose steps use the "
+            f"same object: a step of this Model cannot go on from it\n"
+            f"  Fix: make the object an nn.Module, and keep the tensor in a buffer of it "
+            f"(register_buffer): Models can share that. Or give each Model one of its own."
+        ) from None
 
 
 def _containers(place: Place) -> Iterator[int]:

@@ -16,8 +16,8 @@ from torch import nn
 
 from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.state.handed import Handed, swap
-from graphsplit.capture.state.kept_tensors import stand_ins_of
 from graphsplit.capture.state.kept_value import label_of
+from graphsplit.capture.state.older_values import stand_ins_of
 from graphsplit.distribute.workers.twins import LEFT, Twin, Twins, is_shared
 from graphsplit.errors import ConfigurationError
 from graphsplit.guards.places import Place

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.capture.state.older_values import settle_older
+from graphsplit.guards.changes import latest
 from graphsplit.planning.python_values import Values
 from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS, NOT_SAVED, TABLES
@@ -71,7 +73,7 @@ class ModuleTables:
                 own[name].update(table)
         for name in [n for n, value in own.items() if isinstance(value, _KEPT)]:
             del own[name]
-        own.update(self.tensors)
+        own.update({name: latest(value) for name, value in self.tensors.items()})
 
     def done_again(self, before: ModuleTables) -> ModuleTables:
         """The module as it is now, with what became of it between two moments then."""
@@ -96,6 +98,7 @@ Tables = tuple[ModuleTables, ...]
 
 def tables_of(task: Task) -> Tables:
     """The tables of all modules of a network, and of a loss that is a module."""
+    settle_older(task.network)
     modules = {m: None for root in stateful_modules(task) for m in root.modules()}
     return tuple(map(ModuleTables.of, modules))
 
