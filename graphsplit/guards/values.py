@@ -26,17 +26,8 @@ import torch
 from graphsplit.torch_ext.stand_ins import StandIn
 
 BY_VALUE = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    slice,
-    torch.Size,
-    torch.dtype,
-    torch.device,
+    *(bool, int, float, complex, str, bytes, range, slice),
+    *(torch.Size, torch.dtype, torch.device),
 )
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)

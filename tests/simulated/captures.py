@@ -30,7 +30,7 @@ def plain_attributes(root: nn.Module) -> str:
 
 def keeps_tensors(state: PythonState) -> bool:
     """Whether something among what a step leaves belongs to one network's buffers, or script."""
-    return bool(state.handed) or any(
+    return bool(state.handed or state.renewed.names) or any(
         one.place.kind is PlaceKind.BUFFER
         or any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue))
         for one in state.changes

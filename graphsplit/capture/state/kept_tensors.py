@@ -19,14 +19,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
-from graphsplit.capture.state.handed import Handed, labelled_leaves, put_leaves
+from graphsplit.capture.state.handed import Handed, labelled_leaves, put_leaves, swap
 from graphsplit.capture.state.kept_value import (
     KeptValue,
     refuse_moved,
@@ -260,7 +259,7 @@ class KeptTensors:
             known[identity] = one.place
             value = freeze(one.place.read())
             put_leaves(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
-        left_at = [places[identity] for identity in dict(map(reversed, renewed))]
+        left_at = [places[number] for number in dict.fromkeys(number for _, number in renewed)]
         self.renewed = Renewed(frozenset(dict(renewed)), tuple(map(change_of, left_at)))
 
     def _is_own(self, module: nn.Module, name: str) -> bool:
@@ -426,12 +425,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         if not isinstance(buffer, StandIn):  # its value lives on another worker
             with torch.no_grad():
                 buffer.copy_(one.old)
-        put_leaves(
-            one.place,
-            with_leaves(
-                freeze(one.place.read()), partial(_instead, one.old, stand_ins.get(name, buffer))
-            ),
-        )
+        swap(one.place, {id(one.old): stand_ins.get(name, buffer)})
 
 
 def own_buffer(module: nn.Module, name: str) -> None:
@@ -454,10 +448,6 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
         return {}
     leaf, label, place = next(iter(found.values()))
     return {_name_of(label, leaf): _Wanted(leaf, place, label, leaf, is_itself=True)}
-
-
-def _instead(old: Any, new: Any, leaf: Any) -> Any:
-    return new if leaf is old else leaf
 
 
 def may_be_a_buffer(old: Any, place: Place) -> bool:

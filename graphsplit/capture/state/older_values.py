@@ -168,10 +168,10 @@ def leave_and_count(network: nn.Module, step: _Step, lifted: Sequence[Any]) -> N
         step: The step.
         lifted: Its lifted numbers.
     """
-    again = _renewed_in(network, step.renewed)
-    leave_all((*step.changes, *again), lifted)
-    counts = _counts_of(network)
-    if again or step.changes or counts.latest() is not step:
+    counts, changes = _counts_of(network), (*step.changes, *_renewed_in(network, step.renewed))
+    if changes:
+        leave_all(changes, lifted)
+    if changes or counts.latest() is not step:
         of_values = ((v, (standing_of(v),)) for v in _stand_ins.get(network, {}).values())
         counts.things = [_Counted(*one) for one in (*of_values, *_containers_in(network))]
         counts.latest = weakref.ref(step)
