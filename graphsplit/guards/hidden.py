@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import pairwise
@@ -38,6 +39,8 @@ _HOLDING = (sys.stdlib_module_names | {"networkx", "numpy"}) - {"builtins", "ran
 
 def hidden_places(value: Any, label: str) -> Iterator[Place]:
     """The holders of values behind an object of Python's own."""
+    if isinstance(value, defaultdict):
+        yield Place(PlaceKind.FIELD, value, "default_factory", f"{label}.default_factory")
     if isinstance(value, ContextVar):
         yield Place(PlaceKind.CONTEXT, value, value.name, f"the context variable {value.name}")
     elif isinstance(value, _VIEWS):

@@ -75,6 +75,8 @@ class Place:
                 return form_in(self.holder, self.key, MISSING)
             if self.kind is PlaceKind.NUMBER:
                 return number_in(self.holder, self.key, MISSING)
+            if self.kind is PlaceKind.FIELD:  # of a dictionary too: its default
+                return object.__getattribute__(self.holder, self.key)
             if isinstance(self.holder, dict):  # a dictionary of defaults must not make one
                 return dict.get(self.holder, self.key, MISSING)
             if self.kind is PlaceKind.ENTRY:
@@ -99,7 +101,7 @@ class Place:
             put_form(self.holder, self.key, value, MISSING)
         elif self.kind is PlaceKind.NUMBER:
             put_number(self.holder, self.key, value)
-        elif isinstance(self.holder, dict):
+        elif isinstance(self.holder, dict) and self.kind is not PlaceKind.FIELD:
             dict.__setitem__(self.holder, self.key, value)
         elif self.kind is PlaceKind.ENTRY:
             self.holder[self.key] = value

@@ -811,3 +811,34 @@ def test_what_is_put_in_place_of_all_attributes_counts(what: str, microbatches: 
         before_step=change,
         microbatches=microbatches,
     )
+
+
+class OfDefaults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.weights: Any = collections.defaultdict(lambda: 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x) * self.weights["one"]
+        return made
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_a_dictionary_gives_by_default_counts(microbatches: int) -> None:
+    """The step found the graph of the former default, without a word."""
+
+    def change(step: int, net: Any, loss: Any) -> None:
+        if step in (2, 4):
+            net.weights.clear()
+            net.weights.default_factory = lambda: 1.0 + step
+
+    assert_same_bits(
+        OfDefaults,
+        batches_of(4, 3),
+        steps=6,
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=change,
+        microbatches=microbatches,
+    )

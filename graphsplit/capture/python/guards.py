@@ -215,14 +215,13 @@ class StateWatch:
                     recorder.note_lifted(place)
                 run_again, iterators = RunAgain(recorder), KeptIterators(recorder.unseen)
                 recorder.on_first = iterators.note
-                seen = self._attributes_seen(recorder)
                 with (
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
                     marks.seen(),
                     identities.as_keys(),
                     identities.classes_asked() as recorder.ask_classes,
-                    seen,
+                    self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),
                 ):

@@ -240,13 +240,11 @@ class KeptTensors:
             id(item.value): self._without_buffer(item.label, "is that of the latest call")
             for item in to_hand
         }
-        renewed: list[tuple[str, Any]] = []
         for item in left:
             name = names.get(id(item.value))
             if name is not None:
                 if item.value is not buffers[name]:
                     assigned.assign(self._network, name, item.value, item.place.source)
-                    renewed += [] if hands_out else [(name, item.place.identity)]
                 final[id(item.value)] = self._stand_in(f"{self._prefix}{name}")
             elif id(item.value) in not_kept:
                 why = not_kept[id(item.value)]
@@ -259,8 +257,17 @@ class KeptTensors:
             known[identity] = one.place
             value = freeze(one.place.read())
             put_leaves(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
-        left_at = [places[number] for number in dict.fromkeys(number for _, number in renewed)]
-        self.renewed = Renewed(frozenset(dict(renewed)), tuple(map(change_of, left_at)))
+        if not hands_out:
+            self.renewed = self._renewed(places, left, names)
+
+    def _renewed(
+        self, places: Mapping[Any, Noted], left: list[_Left], names: Mapping[int, str]
+    ) -> Renewed:
+        """The buffers that get new tensors, with what is left in the places of these."""
+        own, named = buffers_of(self._network), [(names.get(id(item.value)), item) for item in left]
+        new = [(name, item.place) for name, item in named if name and item.value is not own[name]]
+        left_at = {place.identity: places[place.identity] for _, place in new}
+        return Renewed(frozenset(dict(new)), tuple(map(change_of, left_at.values())))
 
     def _is_own(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer is a copy that nobody else holds."""
