@@ -36,7 +36,7 @@ from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.announced import Swaps
 from graphsplit.planning.progress import warn_of_captures
 from graphsplit.planning.task import Task
-from graphsplit.planning.trainable import requires_grad_of
+from graphsplit.planning.trainable import MARKS, Mark, marks_of
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
@@ -54,7 +54,7 @@ class Recording:
         signature: Of the batch, or of each microbatch.
         graph: The graph.
         parameters: Those of network and loss.
-        trained: Of every parameter, whether it is trained.
+        marks: Of every parameter, whether it is trained, and its dtype.
         loss_fn: The loss.
         tensors: The state that it works on.
         plans: The number of the recording whose plans it shares: its own, or that of an earlier one
@@ -68,7 +68,7 @@ class Recording:
     signature: Signature
     graph: CapturedGraph
     parameters: tuple[nn.Parameter, ...]
-    trained: tuple[bool, ...]
+    marks: tuple[Mark, ...]
     loss_fn: Any
     tensors: tuple[torch.Tensor, ...]
     plans: int = -1
@@ -217,8 +217,8 @@ class Recordings:
         swapped = self._swaps.changed()
         if before is None:
             return swapped
-        was = self._marks(before.trained)
-        now = self._marks(requires_grad_of(self._trainable()))
+        was = self._named_marks(before.marks)
+        now = self._named_marks(marks_of(self._trainable()))
         marks = (named_failure(name, was[name], now[name]) for name in now if name in was)
         changed = before.graph.state.guards.failures()
         return [*swapped, *changed, *(mark for mark in marks if mark.old != mark.new)]
@@ -231,7 +231,7 @@ class Recordings:
         before = next(iter(self._of_step(mode, signature)), None)
         if before is None:
             return MISSING
-        marks = self._marks(before.trained)
+        marks = self._named_marks(before.marks)
         return marks[label] if label in marks else before.graph.state.guards.value_at(label)
 
     def _of_step(self, mode: Mode, signature: Signature) -> list[Recording]:
@@ -239,11 +239,11 @@ class Recordings:
         found = [r for r in self._latest if r.mode is mode and r.is_for(signature)]
         return sorted(found, key=lambda recording: not self._fits(recording))
 
-    def _marks(self, trained: Sequence[bool]) -> dict[str, bool]:
-        """Whether each parameter is trained, by a name for people."""
-        tensors = self._tensors().items()
-        names = {id(t): f"requires_grad of {n}" for n, t in tensors if isinstance(t, nn.Parameter)}
-        return dict(zip(names.values(), trained, strict=False))  # another loss may have others
+    def _named_marks(self, marks: Sequence[Mark]) -> dict[str, Any]:
+        """The marks of the parameters, by a name for people."""
+        names = {id(t): n for n, t in self._tensors().items() if isinstance(t, nn.Parameter)}
+        pairs = zip(names.values(), marks, strict=False)  # another loss may have others
+        return {f"{m} of {n}": v for n, own in pairs for m, v in zip(MARKS, own, strict=True)}
 
     def why_again(self, mode: Mode, signature: Signature) -> str:
         """Why a step that was recorded is to be recorded once more; empty if it never was."""
@@ -278,7 +278,7 @@ class Recordings:
             signature,
             chosen or graph,
             parameters,
-            requires_grad_of(parameters),
+            marks_of(parameters),
             self._task.loss_fn,
             tuple(self._tensors().values()),
             changed=changed,
@@ -365,7 +365,7 @@ class Recordings:
         """
         return (
             recording.loss_fn is self._task.loss_fn
-            and requires_grad_of(recording.parameters) == recording.trained
+            and marks_of(recording.parameters) == recording.marks
         )
 
     def _before(self, mode: Mode, signature: Signature, graph: CapturedGraph) -> Recording | None:
@@ -427,7 +427,7 @@ class Recordings:
                 other.mode is recording.mode
                 and other.signature == recording.signature
                 and other.loss_fn is recording.loss_fn
-                and other.trained == recording.trained
+                and other.marks == recording.marks
                 and are_same(other.tensors, recording.tensors)
                 and recording.graph.runs_as(other.graph)
             ):

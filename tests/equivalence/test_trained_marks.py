@@ -158,3 +158,28 @@ class _FreezingByValues(nn.Linear):
 def test_a_call_kept_whole_that_may_freeze_by_values_is_refused_when_it_is_captured() -> None:
     with pytest.raises(CaptureError, match=r"(?s)freezes or thaws parameters.*values of tensors"):
         _follows(FreezesByValues)
+
+
+class ByDtype(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.compute(x.to(self.a.weight.dtype))
+        return y * 0.5 if self.c.weight.dtype == torch.float64 else y
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_another_dtype_of_parameters_counts(microbatches: int) -> None:
+    """The graph of before was used, without a word or with an error about dtypes."""
+
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        if step in (2, 4):
+            net.to(torch.float64 if step == 2 else torch.float32)
+
+    assert_same_bits(
+        ByDtype,
+        batches_of(8, 3, num=6),
+        num_workers=1,
+        loss_fn=lambda outputs, target: rows_against_target(outputs.float(), target),
+        before_step=change,
+        microbatches=microbatches,
+        plan_everywhere=True,
+    )
