@@ -14,7 +14,7 @@ from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.python.answers import Answers
 from graphsplit.capture.reach.plain import SharedValues
-from graphsplit.capture.state.older_values import leave_and_count
+from graphsplit.capture.state.older_values import kept_places, leave_and_count
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
@@ -319,7 +319,8 @@ class Planner:
             self._plans.move_to_end(key)
         if not self._is_settled:
             self._free_others()
-        leave_and_count(self._task.network, recording.graph.state, found.lifted)
+        if recording.graph.state.changes or kept_places:
+            leave_and_count(self._task.network, recording.graph.state, found.lifted)
         own: dict[str, Any] = {"part": part, "asks": asks, "ending": recording.graph.ending}
         return replace(planned, numbers=found.numbers, **own) if found.numbers or asks else planned
 

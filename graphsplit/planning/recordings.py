@@ -17,31 +17,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.canonical import TensorsOfNumbers, canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.capture.numbers.replaced import is_number, numbers_before
 from graphsplit.capture.operations.opaque_call import opaque_call
-from graphsplit.capture.state.older_values import count_references, forget_older, note_held
+from graphsplit.capture.state import older_values as older
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.guards.check import Failure, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, Written, is_scalar, number_of, same
+from graphsplit.guards.values import MISSING, number_of
 from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.announced import Swaps
 from graphsplit.planning.progress import warn_of_captures
 from graphsplit.planning.task import Task
-from graphsplit.planning.trainable import MARKS, Mark, marks_of
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
-_OF_NUMPY = (np.floating, np.integer)
-Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
+# What a graph depends on of a parameter besides its value; the script changes dtypes by ``.data``.
+MARKS = ("requires_grad", "dtype")
+Mark = tuple[bool, torch.dtype]
+_marks = attrgetter(*MARKS)
 
 
 @dataclass(eq=False)
@@ -125,6 +128,12 @@ class Match(NamedTuple):
         return "\n".join([switches_of_all(), *lines, self.recording.graph.describe()])
 
 
+def marks_of(parameters: Sequence[torch.Tensor]) -> tuple[Mark, ...]:
+    """Of every parameter its mark."""
+    with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+        return tuple(map(_marks, parameters))
+
+
 class Recordings:
     """Makes recordings, and finds those that hold.
 
@@ -139,7 +148,7 @@ class Recordings:
 
     def __init__(
         self,
-        record: Record,
+        record: Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph],
         task: Task,
         trainable: Callable[[], tuple[nn.Parameter, ...]],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
@@ -170,7 +179,7 @@ class Recordings:
         if self._stock is not None:
             self._stock = [*self._latest, *self._stock][:_MAX_RECORDINGS]
         self._latest.clear()
-        forget_older(self._task.network)
+        older.forget_older(self._task.network)
         self._num_made = 0
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
@@ -187,9 +196,11 @@ class Recordings:
             mode: Train, eval or predict.
             signature: Of the batch, or of each microbatch.
         """
-        note_held(self._task.network)
+        if not older.kept_places:
+            return self._holding(mode, signature)
+        older.note_held(self._task.network)
         found = self._holding(mode, signature)
-        count_references(self._task.network)
+        older.count_references(self._task.network)
         return found
 
     def _holding(self, mode: Mode, signature: Signature) -> Match | None:
@@ -220,8 +231,8 @@ class Recordings:
         was = self._named_marks(before.marks)
         now = self._named_marks(marks_of(self._trainable()))
         marks = (named_failure(name, was[name], now[name]) for name in now if name in was)
-        changed = before.graph.state.guards.failures()
-        return [*swapped, *changed, *(mark for mark in marks if mark.old != mark.new)]
+        marks = (mark for mark in marks if mark.old != mark.new)
+        return [*swapped, *before.graph.state.guards.failures(), *marks]
 
     def value_at(self, mode: Mode, signature: Signature, label: str) -> Any:
         """The value at a place with a name, as it was for that recording; else ``MISSING``."""
@@ -385,7 +396,7 @@ class Recordings:
     ) -> CapturedGraph | None:
         """The step with the numbers lifted that have changed, if that gives the same graphs."""
         old_places = before.graph.state.guards.lifted
-        if not changed or not all(map(_is_number, changed)):
+        if not changed or not all(map(is_number, changed)):
             return None
         if not _are_alike(before.graph, graph):
             return None
@@ -398,7 +409,7 @@ class Recordings:
         except (CaptureError, OverflowError):  # or a size that a number decides has no bound
             lifted = None
         now = tuple(number_of(place.read()) for place in places)
-        was = [(*before.lifted(), *numbers) for numbers in _numbers_before(changed)]
+        was = [(*before.lifted(), *numbers) for numbers in numbers_before(changed)]
         if lifted is not None and not (
             any(_gives(lifted, then, before.graph, before.lifted(), signature) for then in was)
             and _gives(lifted, now, graph, (), signature)
@@ -464,24 +475,6 @@ def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:
 
 def _form(graph: CapturedGraph) -> list[Any]:
     return [*TensorsOfNumbers.of(graph).forms(), *(c.place.label for c in graph.changes)]
-
-
-def _is_number(failure: Failure) -> bool:
-    old, new = failure.old, failure.new
-    if is_scalar(new):
-        is_form = is_scalar(old) and (old.dtype, old.shape) == (new.dtype, new.shape)
-        return is_form or isinstance(old, Written)
-    return (
-        (type(new) in (int, float) or isinstance(new, _OF_NUMPY))
-        and type(old) is type(new)
-        and same(new, failure.place.read())
-    )
-
-
-def _numbers_before(changed: Sequence[Failure]) -> Iterator[list[Any]]:
-    """The numbers in the earlier graph: of a tensor written to its own now, or when asked for."""
-    yield [number_of(f.new if isinstance(f.old, Written) else f.old) for f in changed]
-    yield [f.old.number if isinstance(f.old, Written) else number_of(f.old) for f in changed]
 
 
 def _gives(

@@ -21,12 +21,6 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _is_trained = attrgetter("requires_grad")
 
 
-# What a graph depends on of a parameter besides its value; the script changes dtypes by ``.data``.
-MARKS = ("requires_grad", "dtype")
-Mark = tuple[bool, torch.dtype]
-_marks = attrgetter(*MARKS)
-
-
 def check_graph(graph: CapturedGraph) -> None:
     """Check the loss of a captured training step; graphs of other modes have nothing to check.
 
@@ -81,12 +75,6 @@ def _refuse_parameter(name: str) -> NoReturn:
         f"the loss is {name} itself, or a view of it: the optimizer changes what it holds\n"
         f"  Fix: return a value of its own, for example the same * 1."
     )
-
-
-def marks_of(parameters: Sequence[torch.Tensor]) -> tuple[Mark, ...]:
-    """Of every parameter its mark."""
-    with DisableTorchFunctionSubclass():
-        return tuple(map(_marks, parameters))
 
 
 def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
