@@ -5,8 +5,8 @@ and ``requires_grad``, decide what a step computes. The script makes them as the
 first call; a save holds those that have changed since, and a load puts the others back to that.
 
 A snapshot leaves tensors out: those that count are kept by what watches them. What code kept whole
-can reach is saved by the worker that runs it: not all that it leaves can be
-sent to the others after a step.
+can reach is saved by the worker that runs it: not all that it leaves can be sent to the others
+after a step.
 """
 
 from __future__ import annotations
