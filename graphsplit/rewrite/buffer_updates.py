@@ -204,7 +204,7 @@ class _Finder:
             return False  # it, or what it is made of, would see other dtypes
         if node.target is _INSTANCE_NORM:
             return self._is_as_without_statistics(node)
-        if one.requires_grad or one.is_random or one.meta is None:
+        if one.requires_grad or one.is_random or (one.meta is None and node.users):
             return False
         return all(user in operations for user in node.users)
 

@@ -45,6 +45,7 @@ _NOT_THE_USERS = ALL_HOOKS | {*TABLES, NOT_SAVED, "training", CALL}
 MADE_BUFFERS = (
     "_graphsplit_made_buffers"  # names of buffers that are plain attributes in eager mode
 )
+CHECK_INPUT = "_check_input_dim"  # by which a norm refuses what has other dimensions
 FLAT_WEIGHTS = "_flat_weight"  # how the attributes begin in which a recurrent layer keeps weights
 
 # Saving and loading a module's state: methods that users override, and hooks.

@@ -246,6 +246,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "the key under which what `get_extra_state` returns is kept",
         "_EXTRA_STATE_KEY_SUFFIX",
     ),
+    *_of(
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "a norm without a momentum asks for its counter, and is recorded in parts",
+        *("forward", "_check_input_dim"),
+    ),
     *_of("torch.nn.LSTM()", "attributes in which its weights stand once more", "_flat_weights"),
     # Tensors and storages: torch/_tensor.py, torch/csrc.
     PrivateName(

@@ -38,6 +38,7 @@ GRAD: Patch = (torch.autograd, "grad")
 REGISTER_HOOK: Patch = (torch.Tensor, "register_hook")
 MARK_TRAINED: Patch = (torch.Tensor, "requires_grad_")
 APPLY_FUNCTION: Patch = (torch.autograd.Function, "apply")
+BATCH_NORM: Patch = (nn.modules.batchnorm._BatchNorm, "forward")
 DRAW_SOBOL: Patch = (torch.quasirandom.SobolEngine, "draw")
 ASKING_FOR_VALUES: tuple[Patch, ...] = tuple(
     (owner, name) for owner in (torch, torch.Tensor) for name in ("cov", "corrcoef")

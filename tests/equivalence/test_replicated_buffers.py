@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import graphsplit as gs
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
 from graphsplit.planning.task import Task
@@ -175,11 +176,56 @@ def test_instance_norms_with_running_statistics(place: Any, order: str) -> None:
 
 
 class Averaging(Images):
-    """A norm that asks for its counter."""
+    """Norms whose running statistics are the averages of all microbatches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm = nn.Sequential(nn.Conv2d(2, 4, 3)), nn.BatchNorm1d(3, momentum=None)
+        self.body[1], self.body[5] = (
+            nn.BatchNorm2d(4, momentum=None),
+            nn.BatchNorm2d(4, affine=False, momentum=None),
+        )
+        self.norm = nn.BatchNorm1d(3, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=self.head(self.body(x).mean((2, 3))))
+
+
+def apart(net: Any) -> None:
+    net.body.place("MS_WORKER", 1)
+    net.head.place("MS_WORKER", 0)
+    net.norm.place("MS_WORKER", 2)
+
+
+_averaging = Captures()
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("place", [apart, whole(2, 0, 1), mixed], ids=["none", "three", "mixed"])
+def test_norms_without_a_momentum(place: Any, order: str) -> None:
+    cluster = assert_same_bits(
+        Averaging,
+        images(12, 14, 12),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=place,
+        microbatches=6,
+        gradient_order=order,
+        captures=_averaging,
+    )
+    found = cluster.latest(Mode.TRAIN)
+    assert found is not None
+    assert not any(map(opaque_call, found.plan.placed.graph.fx_nodes.values()))
+
+
+class WholeNorm(nn.Module):
+    """A norm inside code that is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm = nn.Linear(6, 6), gs.opaque(nn.Sequential(nn.BatchNorm1d(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.head(x))
 
 
 class Words(nn.Module):
@@ -197,9 +243,9 @@ class Words(nn.Module):
     ("make", "x", "why"),
     [
         (
-            Averaging,
-            torch.randn(8, 2, 6, 6),
-            r"BatchNorm1d \(norm\) is kept whole, and changes buff",
+            WholeNorm,
+            torch.randn(8, 6),
+            r"Sequential \(norm\) is kept whole, and changes buffer norm.0.running_mean",
         ),
         (Words, torch.zeros(8, dtype=torch.long), "the gradient of embed.weight is sparse"),
     ],

@@ -58,6 +58,7 @@ CALLS: dict[Patch, Callable[[], Any]] = {
     patches.REGISTER_HOOK: lambda: _value().register_hook(print),
     patches.MARK_TRAINED: lambda: nn.Parameter(torch.ones(1)).requires_grad_(False),
     patches.APPLY_FUNCTION: lambda: _Twice.apply(_value()),
+    patches.BATCH_NORM: lambda: nn.BatchNorm1d(1)(torch.ones(2, 1)),
     patches.DRAW_SOBOL: lambda: torch.quasirandom.SobolEngine(1).draw(1),
     (torch, "cov"): lambda: torch.cov(torch.ones(2, 2)),
     (torch, "corrcoef"): lambda: torch.corrcoef(torch.ones(2, 2)),
