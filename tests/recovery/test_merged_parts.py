@@ -7,7 +7,7 @@ import torch
 
 from graphsplit.encoding.packed import FlatTensors
 from graphsplit.errors import ConfigurationError
-from graphsplit.recovery.loops.merged import merged
+from graphsplit.recovery.loops.disk import merged
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx import graph_module
 
-from graphsplit.runtime.segments.generated_source import forget_with
+from graphsplit.runtime.segments.code import forget_with
 
 
 def made() -> tuple[fx.GraphModule, str]:

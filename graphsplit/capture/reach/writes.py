@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphsplit.capture.reach.names import names_in
 from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.torch_ext.private import ScriptMethod, ScriptModule
 
@@ -65,7 +66,7 @@ def _with_contexts(seen: Iterable[Any]) -> Iterator[Any]:
 
 def _globals_of(function: types.FunctionType) -> Iterator[Any]:
     held = function.__globals__
-    return (held[name] for name in _names_in(function.__code__) if name in held)
+    return (held[name] for name in names_in(function.__code__).every if name in held)
 
 
 def _is_foreign(value: Any) -> bool:
@@ -77,12 +78,6 @@ def _is_foreign(value: Any) -> bool:
     else:
         return False
     return is_of_library(name) and name.partition(".")[0] not in _PURE
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 import traceback
+import weakref
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -21,11 +23,10 @@ from graphsplit.partition.checks.returned import limits_of
 from graphsplit.partition.gradient_sums import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
 from graphsplit.runtime.segments.compiled import Compiler
-from graphsplit.runtime.segments.generated_source import forget_with
 from graphsplit.runtime.segments.recomputed import Recomputed
 from graphsplit.runtime.segments.region_modes import keeping_modes, modes_of, switch_modes
 from graphsplit.runtime.segments.weights_apart import Pending, WeightsApart
-from graphsplit.torch_ext.attributes import lines_of
+from graphsplit.torch_ext.attributes import forget_source, lines_of
 
 
 @dataclass(frozen=True)
@@ -273,3 +274,19 @@ def _line_map(
         for line, index in lines_of(module).items()
         if index is not None and index < len(ordered) and ordered[index] in lines
     }
+
+
+def forget_with(module: fx.GraphModule) -> None:
+    """Forget the source of a module's code once the module is gone.
+
+    torch.fx keeps the text of every function that it generates as long as the process lives, so
+    that tracebacks can show it. A job makes code again for every plan that replaces another one,
+    and after every recovery.
+    """
+    filename = module.forward.__code__.co_filename
+    weakref.finalize(module, _forget, filename).atexit = False
+
+
+def _forget(filename: str) -> None:
+    forget_source(filename)
+    linecache.cache.pop(filename, None)
