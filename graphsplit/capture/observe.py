@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from graphsplit.capture.operations.effects import HIDDEN_WRITES
+from graphsplit.capture.operations.effects import written_arguments
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.capture.rounds import Rounds
@@ -138,12 +138,7 @@ class Observer(TorchDispatchMode):
         return float(self.answer or 0) if tensor.is_floating_point() else int(self.answer or 0)
 
     def _note_writes(self, schema: torch.FunctionSchema, given: dict[str, Any]) -> None:
-        names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        if schema.name in HIDDEN_WRITES:
-            flag, positions = HIDDEN_WRITES[schema.name]
-            if given.get(schema.arguments[flag].name):
-                names += [schema.arguments[p].name for p in positions]
-        for name in names:
+        for name in written_arguments(schema, given):
             for tensor in pytree.tree_leaves(given.get(name)):
                 if isinstance(tensor, torch.Tensor):
                     self.written.add(storage_of(tensor))

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.memory_calls import KeepVersion, MemoryCall
 from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call, operands_at
-from graphsplit.torch_ext.attributes import schema_of, storage_of
+from graphsplit.torch_ext.attributes import by_name, schema_of, storage_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel, pytree
 
 # Operators whose schema does not say that they write to their running statistics:
@@ -56,8 +56,7 @@ def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
-def _nodes_given(node: Node, position: int, name: str) -> list[Node]:
-    value = _argument(node, position, name)
+def _nodes_in(value: Any) -> list[Node]:
     several = value if isinstance(value, (list, tuple)) else [value]
     return [one for one in several if isinstance(one, Node)]
 
@@ -125,15 +124,20 @@ def written_operands(node: Node) -> tuple[Node, ...]:
     schema = schema_of(node.target)
     if schema is None:
         return tuple(dict.fromkeys(written))
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += _nodes_given(node, position, argument.name)
+    given = by_name(schema, node.args, node.kwargs)
+    for name in written_arguments(schema, given):
+        written += _nodes_in(given.get(name))
+    return tuple(dict.fromkeys(written))
+
+
+def written_arguments(schema: torch.FunctionSchema, given: Mapping[str, Any]) -> list[str]:
+    """The arguments that an operator modifies, by name, of those that it is given."""
+    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     if schema.name in HIDDEN_WRITES:
         flag, positions = HIDDEN_WRITES[schema.name]
-        if _argument(node, flag, schema.arguments[flag].name):
-            for position in positions:
-                written += _nodes_given(node, position, schema.arguments[position].name)
-    return tuple(dict.fromkeys(written))
+        if given.get(schema.arguments[flag].name):
+            names += [schema.arguments[position].name for position in positions]
+    return names
 
 
 def aliased_operands(node: Node) -> tuple[Node, ...]:
@@ -150,11 +154,10 @@ def aliased_operands(node: Node) -> tuple[Node, ...]:
         return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
     may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
     may_alias = may_alias and schema.name not in HIDDEN_WRITES  # these have the tag for mutating
-    found: list[Node] = []
+    found, given = list[Node](), by_name(schema, node.args, node.kwargs)
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None and not (may_alias and position == 0):
-            continue
-        found += _nodes_given(node, position, argument.name)
+        if argument.alias_info is not None or (may_alias and position == 0):
+            found += _nodes_in(given.get(argument.name))
     return tuple(found)
 
 
