@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from graphsplit.optimizers import clip
     from graphsplit.optimizers.per_parameter import per_parameter
     from graphsplit.recovery.loops.loop import loop
-    from graphsplit.runtime.random.randomness import microbatch_rng_state
+    from graphsplit.runtime.randomness import microbatch_rng_state
     from graphsplit.train import callbacks, metrics
     from graphsplit.train.model import Model
 
@@ -142,7 +142,7 @@ _HOMES = {
     "launcher": "launching.launch",
     "loop": "recovery.loops.loop",
     "metrics": "train",
-    "microbatch_rng_state": "runtime.random.randomness",
+    "microbatch_rng_state": "runtime.randomness",
     "op": "marks.annotations",
     "opaque": "capture.opaque.marks",
     "per_parameter": "optimizers.per_parameter",

@@ -39,7 +39,7 @@ from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.recordings import Match
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.program.lower import StepPart
-from graphsplit.runtime.random.randomness import microbatch_rng_state
+from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
 
 _MOST_CHECKSUMS = 10_000

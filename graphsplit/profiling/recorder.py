@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.runtime.runner import Action, ProgramRunner
-from graphsplit.runtime.step_state import StepState
+from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.runtime.step_state import Action, StepState
 
 _NEVER = -1
 

@@ -10,11 +10,10 @@ import torch
 from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import Edge, PartitionPlan
 from graphsplit.partition.replicas.bundles import places_of
-from graphsplit.runtime.step_state import StepState
+from graphsplit.runtime.step_state import Action, StepState
 from graphsplit.tensor_meta import ALIGNMENT, begin_of
 from graphsplit.torch_ext.private import foreach_copy_
 
-Action = Callable[[StepState], None]
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 

@@ -10,10 +10,8 @@ from torch.fx import GraphModule
 
 from graphsplit.partition.plan import BufferChain, Edge, PartitionPlan
 from graphsplit.program.instruction import Instruction
-from graphsplit.runtime.step_state import StepState
+from graphsplit.runtime.step_state import Action, StepState
 from graphsplit.tensor_meta import octets_of
-
-Action = Callable[[StepState], None]
 
 
 def bind_fold(

@@ -28,7 +28,7 @@ from graphsplit.runtime.channels import (
     sparse_gradient,
 )
 from graphsplit.runtime.parts import RunnerParts
-from graphsplit.runtime.random.generators import (
+from graphsplit.runtime.randomness import (
     GENERATORS,
     bind_receive_generators,
     bind_send_generators,
@@ -43,11 +43,10 @@ from graphsplit.runtime.segments.changing_state import (
 )
 from graphsplit.runtime.segments.code import SegmentCode, build_code
 from graphsplit.runtime.shared_norms import bind_receive_reduction, bind_reduce, bind_send_reduction
-from graphsplit.runtime.step_state import Microbatches, StepState
+from graphsplit.runtime.step_state import Action, Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
 from graphsplit.transport.base import Sender
 
-Action = Callable[[StepState], None]
 _SUMS = (Opcode.ACCUMULATE, Opcode.ADD_BLOCK, Opcode.ADD_UP)
 _ALL_RUN = (Opcode.REDUCE, Opcode.CLIP, Opcode.OPTIMIZER)
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})

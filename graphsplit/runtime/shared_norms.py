@@ -10,9 +10,7 @@ import torch
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, PartitionPlan
 from graphsplit.program.instruction import Opcode
-from graphsplit.runtime.step_state import StepState
-
-Action = Callable[[StepState], None]
+from graphsplit.runtime.step_state import Action, StepState
 
 
 def bind_reduce(opcode: Opcode, updater: Updater, worker: int) -> Action:

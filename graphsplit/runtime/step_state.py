@@ -75,3 +75,7 @@ class StepState:
     retains: bool = False
     folded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     of_inputs: dict[tuple[int, int], Gradient] = field(default_factory=dict)
+
+
+Action = Callable[[StepState], None]
+"""An instruction, bound to what it works on."""

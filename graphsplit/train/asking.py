@@ -21,7 +21,7 @@ from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import StepPhase, TrainingProgress
-from graphsplit.runtime.random.randomness import all_generators, set_all_generators
+from graphsplit.runtime.randomness import all_generators, set_all_generators
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from graphsplit.partition.edges import ALL_GENERATORS_META, PROCESS_GENERATORS_META
-from graphsplit.runtime.random.randomness import (
+from graphsplit.runtime.randomness import (
     all_generators,
     process_generators,
     set_all_generators,

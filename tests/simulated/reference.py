@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphsplit.batches.microbatches import split_microbatches
-from graphsplit.runtime.random.randomness import (
+from graphsplit.runtime.randomness import (
     all_generators,
     microbatch_rng_state,
     process_generators,

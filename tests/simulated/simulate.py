@@ -43,7 +43,7 @@ from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.task import Task
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.runtime.parts import RunnerParts
-from graphsplit.runtime.random.randomness import process_generators, set_process_generators
+from graphsplit.runtime.randomness import process_generators, set_process_generators
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.settings import FAIL_FAST, recapture_every

@@ -32,11 +32,10 @@ from graphsplit.runtime.segments.autograd import (
 from graphsplit.runtime.segments.blocks import bind_add_block, bind_part
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
-from graphsplit.runtime.step_state import Gradient, StepState
+from graphsplit.runtime.step_state import Action, Gradient, StepState
 from graphsplit.torch_ext.attributes import OwnHooks
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
 
-Action = Callable[[StepState], None]
 _GIVING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT, Opcode.ACCUMULATE)
 
 

@@ -13,11 +13,10 @@ from graphsplit.program.instruction import Instruction
 from graphsplit.runtime.channels import sparse_gradient
 from graphsplit.runtime.segments.autograd import accumulate, gradient_sum
 from graphsplit.runtime.segments.part_sums import PartSums
-from graphsplit.runtime.step_state import Gradient, StepState
+from graphsplit.runtime.step_state import Action, Gradient, StepState
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
-Action = Callable[[StepState], None]
 Terms = Callable[[StepState, int, tuple[SumTerm, ...]], list[Gradient]]
 
 

@@ -1,8 +1,10 @@
-"""Where the random numbers of a microbatch come from."""
+"""Where the random numbers of microbatches come from, and the edges that carry generators."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,7 +14,11 @@ from graphsplit.job.process_generators import (
     numpy_state,
     python_state,
 )
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.runtime.step_state import Action, StepState
 from graphsplit.text import called, need
+
+GENERATORS = (EdgeKind.GENERATOR, EdgeKind.PROCESS_GENERATORS)
 
 
 @called("gs.microbatch_rng_state")
@@ -61,3 +67,41 @@ def set_process_generators(state: torch.Tensor) -> None:
     """Set what ``process_generators`` gave."""
     octets = state.numpy().tobytes()
     ProcessStates(octets[:STATE_BYTES], octets[STATE_BYTES:]).put()
+
+
+def bind_send_generators(
+    plan: PartitionPlan, edge: Edge, microbatch: int, send: Callable[..., Any]
+) -> Action:
+    """Make the function that sends the states of generators, given the step's state."""
+    if edge.kind is EdgeKind.GENERATOR and plan.is_microbatched:
+        return lambda state: send(
+            state.generators[microbatch], step=state.step, microbatch=microbatch
+        )
+    read: Callable[[], torch.Tensor] = torch.default_generator.get_state
+    if edge.kind is EdgeKind.PROCESS_GENERATORS:
+        read = process_generators
+    elif plan.draws_from_process:
+        read = all_generators
+    return lambda state: send(read(), step=state.step, microbatch=microbatch)
+
+
+def bind_receive_generators(
+    plan: PartitionPlan, edge: Edge, microbatch: int, receive: Callable[..., Any]
+) -> Action:
+    """Make the function that takes over the states of generators, given the step's state."""
+    if edge.kind is EdgeKind.GENERATOR and plan.is_microbatched:
+
+        def keep(state: StepState) -> None:
+            state.generators[microbatch] = receive(step=state.step, microbatch=microbatch)
+
+        return keep
+    write: Callable[[torch.Tensor], Any] = torch.default_generator.set_state
+    if edge.kind is EdgeKind.PROCESS_GENERATORS:
+        write = set_process_generators
+    elif plan.draws_from_process:
+        write = set_all_generators
+
+    def take_over(state: StepState) -> None:
+        write(receive(step=state.step, microbatch=microbatch))
+
+    return take_over

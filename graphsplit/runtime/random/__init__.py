@@ -1,1 +1,0 @@
-"""Where the random numbers of microbatches and segments come from."""
