@@ -332,7 +332,7 @@ class ReadRecorder(ValueVisitor):
                 continue
             self.note_read(entry(held, name, label, source), items)
             self.meet(value, label)
-        for name in facts.globals_written:
+        for name in sorted(facts.globals_written):  # a set's order is another on each worker
             self.note(entry(held, name, f"{where}: {name}", source), is_read=False)
 
     # What code reads as an attribute.

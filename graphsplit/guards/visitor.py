@@ -340,7 +340,7 @@ class ValueVisitor:
                 known |= vars(kind).keys()
         own = vars(holder) if isinstance(holder, ModuleType) else {}
         has_own_way = "__getattr__" in own or hasattr(type(holder), "__getattr__")
-        for name in names if has_own_way else names & known:
+        for name in sorted(names if has_own_way else names & known):  # as on every worker
             is_asked = name in self.special and isinstance(holder, type)
             is_plain = isinstance(vars(holder).get(name), (dict, str))  # annotations, a text
             if _is_special(name) and not is_asked and not is_plain:

@@ -144,3 +144,29 @@ def test_a_dictionary_that_grows_while_it_is_looked_at_keeps_keys_and_values_tog
         sys.setprofile(None)
     assert len(growing) > len(found.items) > 1
     assert [key for key in found.keys if key != "first"] == list(found.items[1:])
+
+
+class _Counting(nn.Module):
+    """Counts in its class and in globals, under many names."""
+
+    kept, seen, calls, steps, parts, total, first, last = (0,) * 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global _one, _two, _three, _four, _five, _six
+        _one = _two = _three = _four = _five = _six = 1
+        kind = type(self)
+        kind.kept = kind.seen = kind.calls = kind.steps = 1
+        kind.parts = kind.total = kind.first = kind.last = 1
+        return x.sum()
+
+
+def test_what_a_class_and_globals_keep_is_in_one_order_on_all_workers():
+    labels = [change.place.label for change in captured(_Counting(), torch.ones(2)).state.changes]
+    own = [label for label in labels if "_Counting" in label]
+    assert own == [f"_Counting.{name}" for name in sorted(_COUNTERS)]
+    others = [label for label in labels if label not in own]
+    assert others == sorted(others)
+    assert len(others) == 6
+
+
+_COUNTERS = ("kept", "seen", "calls", "steps", "parts", "total", "first", "last")
