@@ -108,6 +108,10 @@ def _set(path: str, values: Callable[[int], Any]) -> Change:
     return change
 
 
+def _scaled(original: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    return lambda module, x: original(module, x) * scale
+
+
 def _freeze_bn(step: int, net: Any, loss_fn: Any) -> None:
     if step >= 2:
         net.bn.eval()
@@ -180,6 +184,19 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_the_script_changes_between_steps_counts(name: str) -> None:
     follows(CHANGES[name], evaluate_after=())
+
+
+@pytest.mark.parametrize("name", ["forward", "__call__", "_call_impl"])
+def test_what_runs_when_a_module_of_a_class_is_called_is_watched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(nn.Linear, name)
+
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        scale = 3.0 if step in (2, 3) else 1.0
+        monkeypatch.setattr(nn.Linear, name, _scaled(original, scale), raising=False)
+
+    follows(change, evaluate_after=())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from graphsplit.guards.visitor import Noted
 from graphsplit.marks.ignored import is_ignored
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
+    CALL,
     FORWARD_HOOKS,
     TABLES,
     parameters_of,
@@ -335,6 +336,7 @@ class StateWatch:
             _, path, label = recorder.tables[id(vars(module))]
             self._check_parameters(module, label)
             watched += _structure(module, label, path)
+        watched += _methods({type(module): None for module in modules})
         names = recorder.names | names_used_by(map(type, modules))
         of_code = (library_places(code, held) for code, held in recorder.executed.values())
         watched += [
@@ -406,11 +408,18 @@ def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watc
     if "training" in held:
         yield Watched(own("training"), module.training)
     yield Watched(own("forward"), held.get("forward", MISSING))
-    for kind in type(module).__mro__:
-        place = Place(PlaceKind.CLASS, kind, "forward", f"{kind.__qualname__}.forward")
-        yield Watched(place, place.read())
-        if "forward" in vars(kind):
-            return
+
+
+def _methods(kinds: Iterable[type[nn.Module]]) -> Iterable[Watched]:
+    """The methods that run where a module is called: in its class, or where that has them from."""
+    found: dict[Any, Watched] = {}
+    for kind, name in product(kinds, ("forward", "__call__", CALL)):
+        for owner in kind.__mro__:
+            place = Place(PlaceKind.CLASS, owner, name, f"{owner.__qualname__}.{name}")
+            found[place.identity] = Watched(place, place.read())
+            if name in vars(owner):
+                break
+    return found.values()
 
 
 def _in_thread(thread: int, is_paused: Callable[[], bool]) -> Callable[[], bool]:
