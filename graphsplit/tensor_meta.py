@@ -176,6 +176,13 @@ class TensorMeta:
         return text if self.device == CPU else f"{text} on {self.device}"
 
 
+def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Whether all sizes are as expected; None stands for any."""
+    return len(shape) == len(expected) and all(
+        want is None or size == want for size, want in zip(shape, expected, strict=True)
+    )
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides of a shape, in elements."""
     strides: list[int] = []

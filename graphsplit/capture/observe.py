@@ -43,6 +43,7 @@ from graphsplit.torch_ext.private import (
     TorchDispatchMode,
     active_fake_mode,
     disable_current_modes,
+    leaves_of,
     pytree,
 )
 from graphsplit.torch_ext.replaced import ANNOTATE, FORMAT, replaced
@@ -139,12 +140,11 @@ class Observer(TorchDispatchMode):
 
     def _note_writes(self, schema: torch.FunctionSchema, given: dict[str, Any]) -> None:
         for name in written_arguments(schema, given):
-            for tensor in pytree.tree_leaves(given.get(name)):
-                if isinstance(tensor, torch.Tensor):
-                    self.written.add(storage_of(tensor))
-                    if not isinstance(tensor, FakeTensor) and id(tensor) not in self.overwritten:
-                        with disable_current_modes():
-                            self.overwritten[id(tensor)] = tensor, tensor.detach().clone()
+            for tensor in leaves_of(torch.Tensor, given.get(name)):
+                self.written.add(storage_of(tensor))
+                if not isinstance(tensor, FakeTensor) and id(tensor) not in self.overwritten:
+                    with disable_current_modes():
+                        self.overwritten[id(tensor)] = tensor, tensor.detach().clone()
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:

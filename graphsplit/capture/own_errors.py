@@ -22,7 +22,13 @@ from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
 from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TorchCalls, may_write
-from graphsplit.torch_ext.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
+from graphsplit.torch_ext.private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    leaves_of,
+    pytree,
+)
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
 
@@ -171,7 +177,7 @@ def error_of_zeros(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
     """A function's error for tensors that have values: zeros. None: none, or they are too large."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+    tensors = leaves_of(torch.Tensor, (args, kwargs))
     if sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
         return None
     args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros_like, (args, kwargs))

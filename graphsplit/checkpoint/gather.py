@@ -23,7 +23,7 @@ from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides, sample_of
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, storage_of
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import leaves_of, pytree
 from graphsplit.torch_ext.stand_ins import StandIn, as_ordinary
 
 _NOT_LOOKED_AT = "-"
@@ -191,8 +191,7 @@ def gather_entries(
 
 def _checksum(state: Any) -> str:
     """A checksum of a state's values; none where some of them are not here."""
-    leaves = pytree.tree_leaves(dict(state) if isinstance(state, Mapping) else state)
-    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    tensors = leaves_of(torch.Tensor, dict(state) if isinstance(state, Mapping) else state)
     if any(isinstance(one, StandIn) or one.is_meta for one in tensors):
         return _NOT_LOOKED_AT
     dense = (one for one in tensors if one.layout is torch.strided and not one.is_quantized)

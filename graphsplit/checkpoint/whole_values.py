@@ -29,7 +29,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
 from graphsplit.torch_ext.attributes import MADE_BUFFERS, buffers_of
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, leaves_of, pytree
 from graphsplit.torch_ext.replaced import (
     FILLING,
     LOOKING,
@@ -132,12 +132,7 @@ def _kept_in(given: Any) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
 
     Each with the buffer that holds it.
     """
-    modules = [
-        m
-        for leaf in pytree.tree_leaves(given)
-        if isinstance(leaf, nn.Module)
-        for m in leaf.modules()
-    ]
+    modules = [m for leaf in leaves_of(nn.Module, given) for m in leaf.modules()]
     found = [
         (vars(module), name, buffer_behind(value))
         for module in modules

@@ -16,7 +16,7 @@ import torch
 
 from graphsplit.errors import DeferredInitError
 from graphsplit.frames import is_users
-from graphsplit.torch_ext.private import pytree, storage_at, throw_on_mutable_data_ptr
+from graphsplit.torch_ext.private import leaves_of, pytree, storage_at, throw_on_mutable_data_ptr
 
 SHAPE_ONLY = -1
 """Storage number of an operand of which only shape, strides and dtype are looked at."""
@@ -114,7 +114,7 @@ class RecordedCall:
             torch.set_default_dtype(before)
         if not self.created:
             return []
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = leaves_of(torch.Tensor, result)
         self._check(outputs)
         return outputs
 

@@ -26,7 +26,12 @@ from torch.overrides import TorchFunctionMode
 from graphsplit.deferred.calls import SHAPE_ONLY, RecordedCall, TensorSpec, user_line
 from graphsplit.deferred.recording import InitRecording, warn_if_large
 from graphsplit.torch_ext.attributes import operator_schema
-from graphsplit.torch_ext.private import DisableTorchFunction, TorchDispatchMode, pytree
+from graphsplit.torch_ext.private import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    leaves_of,
+    pytree,
+)
 from graphsplit.torch_ext.stand_ins import plain_torch
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
@@ -48,10 +53,6 @@ _HIDES_WRITES = frozenset(
     {"native_batch_norm", "batch_norm_update_stats", "cudnn_batch_norm", "miopen_batch_norm"}
 )
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_plain_cpu(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -114,7 +115,7 @@ class _Operation:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 is_given = index < len(self.args)
                 value = self.args[index] if is_given else self.kwargs.get(argument.name)
-                written += _tensors(value)
+                written += leaves_of(torch.Tensor, value)
         return written
 
     def on_meta(self) -> Any:
@@ -142,7 +143,7 @@ class OperationMode(TorchDispatchMode):
     ) -> Any:
         """Handles one operation, below autograd."""
         with DisableTorchFunction():
-            tensors = _tensors((args, kwargs or {}))
+            tensors = leaves_of(torch.Tensor, (args, kwargs or {}))
             hollow = [t for t in tensors if self._recording.number_of(t) is not None]
             return self._handle(_Operation(func, args, kwargs or {}, tensors, hollow))
 
@@ -237,7 +238,7 @@ class OperationMode(TorchDispatchMode):
 
         written = {self._spec(t) for t in one.written()}
         described = pytree.tree_map_only(torch.Tensor, describe, (one.args, one.kwargs))
-        specs = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, TensorSpec)]
+        specs = leaves_of(TensorSpec, described)
         reads = {spec.storage for spec in specs if spec.storage >= 0}
         overwrites = {spec.storage for spec in created}
         if one.name in _FILLS and self._covers(one.args[0]):
@@ -312,5 +313,5 @@ class ReadingMode(TorchFunctionMode):
         if func in self._READERS and not is_clone:
             with plain_torch():
                 because = f"Tensor.{getattr(func, '__name__', func)} needs a value"
-                _fill(self._recording, _tensors((args, kwargs)), because)
+                _fill(self._recording, leaves_of(torch.Tensor, (args, kwargs)), because)
         return func(*args, **(kwargs or {}))

@@ -35,7 +35,7 @@ from graphsplit.batches.rows import (
     why_no_rows,
 )
 from graphsplit.batches.signature import Signature, leaves
-from graphsplit.capture.reach.holders import GENERATORS, NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.holders import ALL_OF_THE_PROCESS, GENERATORS, Holder
 from graphsplit.capture.reach.names import CodeNames
 from graphsplit.capture.reach.reach import Walk, holders
 from graphsplit.checkpoint.position import generators_of
@@ -57,7 +57,6 @@ _FEW = 256
 _MOST_ITEMS = 1000  # of one container; it is held as a whole all the same
 _MOST_COPIED = 1 << 20  # bytes of an array
 _LARGE = (list, dict, set, frozenset, tuple, deque)
-_SHARED = frozenset(map(id, (PYTHONS, NUMPYS, torch.default_generator)))  # others draw from them
 
 
 def why_whole(loader: Any, divider: Divider, *, is_grouped: bool) -> str:
@@ -162,7 +161,7 @@ class DataWatch:
     """
 
     def __init__(self, loader: Any, roots: tuple[Any, Any]) -> None:
-        own = {id(generator) for generator in generators_of(loader).values()} | _SHARED
+        own = {id(generator) for generator in generators_of(loader).values()} | ALL_OF_THE_PROCESS
         walk = _DataWalk(())
         found = walk.run(roots)[0]
         self._held = [one for one in found if one.decides and one.key not in own]

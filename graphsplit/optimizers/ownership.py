@@ -29,7 +29,7 @@ from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import CONVERT, LOAD, base_of, buffer_of_form
 from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
 from graphsplit.torch_ext.data_attribute import is_of_model
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, leaves_of, pytree
 from graphsplit.torch_ext.stand_ins import (
     APART,
     CASTING,
@@ -282,7 +282,7 @@ def _move(written: Any, operands: Any) -> None:
     It stays as it is where that is not known, or where it is of a Model that has run: then what is
     written has to live where that does.
     """
-    given = [v for v in pytree.tree_leaves(operands) if isinstance(v, Elsewhere)]
+    given = leaves_of(Elsewhere, operands)
     whose = {getattr(v, WHOSE)[1] for v in given}
     if type(written) not in (torch.Tensor, nn.Parameter) or len(whose) != 1:
         return
@@ -308,7 +308,7 @@ def _writes_history(written: Any, operands: Any) -> bool:
     Raises:
         OwnershipError: It is written to anything else.
     """
-    given = [v for v in pytree.tree_leaves(operands) if isinstance(v, Elsewhere)]
+    given = leaves_of(Elsewhere, operands)
     if not any(map(is_known, given)):
         return False
     is_apart = hasattr(written, _APART) or (
@@ -377,7 +377,7 @@ def _computed_elsewhere(
 
     ``w.data += scale * b.data @ a.data`` runs on all workers. None: the values are on several.
     """
-    given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Elsewhere)]
+    given = leaves_of(Elsewhere, (args, kwargs))
     whose = {getattr(v, WHOSE)[1] for v in given}
     if len(whose) != 1:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder, unchanged
+from graphsplit.capture.reach.holders import ALL_OF_THE_PROCESS, Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
 from graphsplit.frames import where_defined
@@ -22,7 +22,6 @@ from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 HookState = tuple[Holder, str]  # and the hook's line
-_OF_PROCESS = frozenset(map(id, (torch.default_generator, PYTHONS, NUMPYS)))
 
 
 def state_of_hooks(
@@ -52,7 +51,7 @@ def state_of_hooks(
     return tuple(
         (holder, line)
         for key, (holder, line) in mine.items()
-        if (key in theirs or key in _OF_PROCESS) and key not in network and holder.decides
+        if (key in theirs or key in ALL_OF_THE_PROCESS) and key not in network and holder.decides
     )
 
 
@@ -137,7 +136,7 @@ def hooks_leave(held: Sequence[HookState]) -> AbstractContextManager[None]:
 
 
 def _refusal(holder: Holder, line: str) -> OwnershipError:
-    if holder.key in _OF_PROCESS:
+    if holder.key in ALL_OF_THE_PROCESS:
         return draws(line)
     return OwnershipError(
         f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "

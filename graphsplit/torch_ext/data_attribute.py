@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils import _pytree as pytree
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import OWN, is_own, is_users, users_line_now
-from graphsplit.torch_ext.attributes import WRITES, writes_of
+from graphsplit.torch_ext.attributes import WRITES, storage_of, writes_of
 from graphsplit.torch_ext.function_modes import TorchCalls
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, leaves_of
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn
 
 _ATTRIBUTE: Any = torch.Tensor.data
@@ -54,11 +53,11 @@ class DataIsDetached(TorchCalls):
         if function == _ATTRIBUTE.__set__:
             return self._give(*args)
         if self._set:
-            self._check(_tensors((args, kwargs)))
+            self._check(leaves_of(torch.Tensor, (args, kwargs)))
         found = self._found(function, args, kwargs)
         self._last = (args, kwargs), found
         if self._set:
-            self._note(_tensors(found))
+            self._note(leaves_of(torch.Tensor, found))
         return found
 
     def _found(
@@ -88,20 +87,22 @@ class DataIsDetached(TorchCalls):
     def _give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Copy a value that the call before has made, and whose memory is nobody else's."""
         (given, made), self._last = self._last, (None, None)
-        line, memory = users_line_now(), _memory(value)
-        is_new = made is value and all(_memory(one) != memory for one in _tensors(given))
+        line, memory = users_line_now(), storage_of(value)
+        is_new = made is value and all(
+            storage_of(one) != memory for one in leaves_of(torch.Tensor, given)
+        )
         state = (*self._state.parameters(), *self._state.buffers())
-        is_own = all(one is tensor or _memory(one) != _memory(tensor) for one in state)
+        is_own = all(one is tensor or storage_of(one) != storage_of(tensor) for one in state)
         if not (is_new and is_own and tensor.is_leaf and _form(tensor) == _form(value)):
             raise _other_memory(line)
         tensor.detach().copy_(value.detach())
         self._kept.append(tensor)
-        self._set[_memory(tensor)] = line, {id(tensor)}
+        self._set[storage_of(tensor)] = line, {id(tensor)}
         self._values.append((line, weakref.ref(value)))
 
     def _check(self, used: list[torch.Tensor]) -> None:
         for tensor in used:
-            line, users = self._set.get(_memory(tensor), ("", {id(tensor)}))
+            line, users = self._set.get(storage_of(tensor), ("", {id(tensor)}))
             for at, value in self._values:
                 line = at if value() is tensor else line
             if id(tensor) not in users or any(value() is tensor for _, value in self._values):
@@ -110,9 +111,9 @@ class DataIsDetached(TorchCalls):
     def _note(self, made: list[torch.Tensor]) -> None:
         """Views that were taken after the memory was given are views of it."""
         for tensor in made:
-            if _memory(tensor) in self._set:
+            if storage_of(tensor) in self._set:
                 self._kept.append(tensor)
-                self._set[_memory(tensor)][1].add(id(tensor))
+                self._set[storage_of(tensor)][1].add(id(tensor))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -120,14 +121,6 @@ class DataIsDetached(TorchCalls):
         for line, value in self._values:
             if error is None and value() is not None:
                 raise _other_memory(line)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import (
@@ -108,6 +108,8 @@ __all__ = [
     "throw_on_mutable_data_ptr",
 ]
 
+_Kind = TypeVar("_Kind")
+
 _C: Any = torch._C
 
 SingleLevelFunction: Any = _SingleLevelFunction
@@ -196,6 +198,11 @@ LOGGERS_OF_CAPTURE = (
     "torch.fx.experimental.symbolic_shapes",
     "torch._subclasses.fake_tensor",
 )
+
+
+def leaves_of(kind: type[_Kind], tree: Any) -> list[_Kind]:
+    """The values of a class in nested arguments or results."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 
 
 def active_fake_mode() -> Any:

@@ -25,7 +25,7 @@ from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
     TensorBase,
     disable_current_modes,
-    pytree,
+    leaves_of,
     storage_use_count,
 )
 
@@ -160,9 +160,8 @@ class StandIn(torch.Tensor):
             asked = getattr(func, "__name__", str(func))
             if asked in ("__get__", "__set__", "__delete__"):
                 asked = getattr(getattr(func, "__self__", None), "__name__", asked)
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, StandIn):
-                    leaf.need_value(asked)
+            for stand_in in leaves_of(StandIn, (args, kwargs)):
+                stand_in.need_value(asked)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -285,8 +284,8 @@ def looks_at_form(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     index = 0 if func in OF_FORM else 1 if func in _FORMED else None
     if index is None:
         return None
-    found = [isinstance(leaf, StandIn) for leaf in pytree.tree_leaves((args, kwargs))]
-    is_one = index < len(args) and isinstance(args[index], StandIn) and sum(found) == 1
+    num_given = len(leaves_of(StandIn, (args, kwargs)))
+    is_one = index < len(args) and isinstance(args[index], StandIn) and num_given == 1
     return index if is_one else None
 
 
@@ -310,7 +309,7 @@ def computes(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call computes with nothing but ordinary tensors, stand-ins and numbers."""
     if func not in COMPUTING or "out" in (kwargs or {}) or in_backward():
         return False
-    given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    given = leaves_of(torch.Tensor, (args, kwargs))
     return all(type(v) in (torch.Tensor, nn.Parameter) or isinstance(v, StandIn) for v in given)
 
 

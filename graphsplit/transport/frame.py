@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.tensor_meta import SPARSE_FIX
+from graphsplit.tensor_meta import SPARSE_FIX, fits
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.dtypes import CODE_OF, carrier_of, name_of
@@ -48,14 +48,6 @@ MESSAGE = struct.Struct("<Qqq")
 _FIXED = struct.Struct("<4sHHqqqQHH4x")
 Numbers = tuple[int, int, int]
 """A header's own numbers: sequence number, step and microbatch."""
-
-
-def _fits(shape: tuple[int, ...], spec: ChannelSpec) -> bool:
-    """Whether every size that the spec fixes is as it says."""
-    return len(shape) == len(spec.shape) and all(
-        expected is None or size == expected
-        for size, expected in zip(shape, spec.shape, strict=True)
-    )
 
 
 def _bytes_taken(layout: Layout, spec: ChannelSpec) -> int:
@@ -231,7 +223,7 @@ class FrameEncoder:
         if value.dtype is not spec.dtype:
             self._refuse("dtype", spec.dtype, value.dtype)
         shape = tuple(value.shape)
-        if not _fits(shape, spec):
+        if not fits(shape, spec.shape):
             self._refuse("shape", spec.shape, shape)
         layout = layout_of(shape, value.stride())
         taken = _bytes_taken(layout, spec)
@@ -350,7 +342,7 @@ class FrameDecoder:
 
     def _checked_layout(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
         spec = self._spec
-        if not _fits(shape, spec):
+        if not fits(shape, spec.shape):
             self._refuse("shape", spec.shape, shape)
         if any(number < 0 for number in (*shape, *strides)):
             self._refuse("shape and strides", "no negative number", (shape, strides))

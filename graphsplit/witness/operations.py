@@ -22,7 +22,7 @@ from graphsplit.frames import line_now, short_path
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.torch_ext.private import TorchDispatchMode, pytree
+from graphsplit.torch_ext.private import TorchDispatchMode, leaves_of
 from graphsplit.witness.values import digest_of
 
 # What they return is whatever the memory held before.
@@ -56,11 +56,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _UNSET:
             return result
-        digests = tuple(
-            digest_of(leaf)
-            for leaf in pytree.tree_leaves(result)
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta
-        )
+        made = leaves_of(torch.Tensor, result)
+        digests = tuple(digest_of(one) for one in made if not one.is_meta)
         if digests:
             self._note(self._describe(str(func), digests, sys._getframe(1)))
         return result

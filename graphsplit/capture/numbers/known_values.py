@@ -30,7 +30,7 @@ from graphsplit.capture.numbers.recipes import Question, Recipe
 from graphsplit.torch_ext.attributes import schema_of, storage_of
 from graphsplit.torch_ext.fakes import looks_real_to_transformers
 from graphsplit.torch_ext.function_modes import TorchCalls
-from graphsplit.torch_ext.private import disable_current_modes, pytree
+from graphsplit.torch_ext.private import disable_current_modes, leaves_of, pytree
 
 _MOST_ELEMENTS = 1 << 18
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -165,11 +165,11 @@ class KnownValues(TorchCalls):
         if is_sized and not self._is_dynamic(args, kwargs):
             return pytree.tree_map(self._constant, self._run_on_values(function, args, kwargs))
         found = function(*args, **kwargs)
-        results = [r for r in pytree.tree_leaves(found) if isinstance(r, torch.Tensor)]
+        results = leaves_of(torch.Tensor, found)
         if not results or not all(_is_small(result) for result in results):
             return found
         real = self._run_on_values(function, args, kwargs)
-        reals = [r for r in pytree.tree_leaves(real) if isinstance(r, torch.Tensor)]
+        reals = leaves_of(torch.Tensor, real)
         for index, (result, value) in enumerate(zip(results, reals, strict=True)):
             self._real[result] = value
             self._recipes[result] = Recipe.of(

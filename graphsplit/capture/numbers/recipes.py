@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import leaves_of
 
 Symbols = dict[Any, Any]
 
@@ -89,7 +89,7 @@ class Recipe:
         """The value for some sizes; ``made`` holds what was made on the way."""
         if self not in made:
             args, kwargs = _filled_in(self.arguments, symbols, made)
-            results = _tensors(self.function(*args, **kwargs))
+            results = leaves_of(torch.Tensor, self.function(*args, **kwargs))
             made[self] = results[self.index]
         return made[self]
 
@@ -124,7 +124,3 @@ def _filled_in(arguments: Any, symbols: Symbols, made: dict[Recipe, torch.Tensor
         return evaluate(given.expression, symbols) if isinstance(given, _Size) else given
 
     return map_aggregate(arguments, fill)
-
-
-def _tensors(results: Any) -> list[torch.Tensor]:
-    return [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]

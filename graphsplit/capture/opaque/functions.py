@@ -25,7 +25,11 @@ from graphsplit.capture.reach.reach import Walk, is_of_library
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
-from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
+from graphsplit.torch_ext.private import (
+    SingleLevelFunction,
+    are_transforms_active,
+    leaves_of,
+)
 from graphsplit.torch_ext.replaced import APPLY_FUNCTION, replaced
 from graphsplit.torch_ext.stand_ins import DRAWS
 
@@ -133,11 +137,7 @@ def _refuse_random_backward(
     label: str, given: list[torch.Tensor], results: Any, backward: tuple[Any, ...]
 ) -> None:
     """Refuse a function whose backward draws: backward runs in no fixed order over workers."""
-    outputs = [
-        leaf
-        for leaf in pytree.tree_leaves(results)
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-    ]
+    outputs = [one for one in leaves_of(torch.Tensor, results) if one.grad_fn is not None]
     inputs = [tensor for tensor in given if tensor.requires_grad]
     if not outputs:
         return

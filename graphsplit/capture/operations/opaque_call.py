@@ -23,6 +23,7 @@ from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import freeze, same
+from graphsplit.tensor_meta import fits
 from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.private import FakeTensor, HigherOrderOperator
 
@@ -178,7 +179,7 @@ class OpaqueCall:
             )
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected
-            if output.dtype != dtype or not _fits(output.shape, shape):
+            if output.dtype != dtype or not fits(output.shape, shape):
                 raise OpaqueCallError(
                     f"output {index} of {self.label} is {output.dtype} {list(output.shape)}, but "
                     f"was {dtype} {list(shape)} when the network was captured\n  {self.source}\n"
@@ -245,7 +246,7 @@ class OpaqueCall:
                 continue
             told = [s for s, size in zip(strides, output.shape, strict=True) if size != 1]
             found = [s for s, size in zip(output.stride(), output.shape, strict=True) if size != 1]
-            if not _fits(found, told):
+            if not fits(found, told):
                 raise OpaqueCallError(
                     f"output {index} of {self.label} has strides {list(output.stride())}, but had "
                     f"{list(strides)} when the network was captured; contiguous() and the like "
@@ -372,12 +373,6 @@ def share_memory(one: Any, other: Any) -> bool:
 
 class OpaqueCallError(RuntimeError):
     """A call kept whole returns something else than when the network was captured."""
-
-
-def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
-    return len(shape) == len(expected) and all(
-        want is None or size == want for size, want in zip(shape, expected, strict=True)
-    )
 
 
 def opaque_call(node: Node) -> OpaqueCall | None:

@@ -16,6 +16,7 @@ import torch
 PYTHONS: Any = random._inst
 NUMPYS: Any = np.random.mtrand._rand
 OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
+ALL_OF_THE_PROCESS = OF_THE_PROCESS | {id(torch.default_generator)}
 GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from graphsplit.checkpoint.disk.files import TensorFile
@@ -71,24 +72,24 @@ def next_slot(folder: Path) -> int:
 
 def remove_other_slot(folder: Path, slot: int, num_shards: int) -> None:
     """Remove what the save before left, and what was never finished."""
-    keep = set(expected_names(slot, num_shards))
-    with contextlib.suppress(OSError):  # another worker may have been quicker
-        for name in os.listdir(folder):
-            if is_file_of_a_save(name) and name not in keep:
-                with contextlib.suppress(OSError):
-                    (folder / name).unlink()
+    _remove_files(folder, keep=expected_names(slot, num_shards))
 
 
 def remove_save(folder: Path) -> None:
     """Remove a save; the manifest first, so that none half removed could be loaded."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
-    with contextlib.suppress(OSError):
+    _remove_files(folder, keep=())
+    with contextlib.suppress(OSError):  # somebody else's files are in it
+        folder.rmdir()
+
+
+def _remove_files(folder: Path, keep: Collection[str]) -> None:
+    with contextlib.suppress(OSError):  # another worker may have been quicker
         for name in os.listdir(folder):
-            if is_file_of_a_save(name):
+            if is_file_of_a_save(name) and name not in keep:
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
-        folder.rmdir()  # not if somebody else's files are in it
 
 
 def open_whole(folder: Path, manifest: Manifest) -> tuple[dict[str, TensorFile], list[str]]:
