@@ -22,7 +22,7 @@ MODEL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-zoo test-launchers lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
+.PHONY: help demo test test-all test-torch test-zoo test-launchers lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,10 @@ test: $(STAMP) ## every check: lint, types, contracts, proto-check, walk, pytest
 lint: $(STAMP) ## ruff: rules and formatting
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+
+test-all: export ALL_COMBINATIONS := 1
+test-all: export ALL_PLACEMENTS := 1
+test-all: test ## make test with all combinations of parameters and all placements; takes hours
 
 types: $(STAMP) ## mypy --strict on the library, the examples and the simulator of the tests
 	$(BIN)/mypy graphsplit examples tests/simulated
@@ -102,7 +106,7 @@ fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ
 	$(BIN)/python tests/fuzz/session_fuzzer.py
 
 fuzz-changes: $(STAMP) ## thousands of random changes of what networks read; all placements of tests
-	ALL_PLACEMENTS=1 $(BIN)/python -m pytest -n auto -m "not real_processes and not zoo" \
+	ALL_COMBINATIONS=1 ALL_PLACEMENTS=1 $(BIN)/python -m pytest -n auto -m "not real_processes and not zoo" \
 		tests/equivalence $(PYTEST_ARGS)
 
 # The tests explore all of one failure. MODEL_ARGS="--rules NAME --kinds kill,break --jobs N"

@@ -24,6 +24,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file
 from collected import leave_out_what_is_there
+from combinations import left_out
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTLE_S = 15.0
@@ -46,6 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def _only_what_is_new_is_collected() -> None:
     """Each module imports and captures more, which stays."""
     leave_out_what_is_there()
+
+
+@pytest.hookimpl(trylast=True)  # what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out combinations of parameters that show nothing new."""
+    if out := left_out(items):
+        config.hook.pytest_deselected(items=sorted(out, key=lambda item: item.nodeid))
+        items[:] = [item for item in items if item not in out]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

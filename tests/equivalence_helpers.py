@@ -92,7 +92,7 @@ def num_workers_of(seed: int) -> int:
 def some_of(placements: Iterable[int]) -> list[int]:
     """A third of the placements, at least three: others for each test, the same in every run.
 
-    ``make fuzz-changes`` sets ``ALL_PLACEMENTS``, and takes all of them.
+    ``make test-all`` sets ``ALL_PLACEMENTS``, and takes all of them.
     """
     every = list(placements)
     num = max(3, len(every) // 3)

@@ -20,7 +20,6 @@ from graphsplit.errors import CaptureError, PlacementError
 
 assert threads_as_workers
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
 ]
 Use = Callable[[Any, torch.Tensor], torch.Tensor]

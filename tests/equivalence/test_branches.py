@@ -132,7 +132,7 @@ def apart(net: Any) -> None:
 def test_modules_of_branches_can_be_placed_apart(microbatches: int) -> None:
     assert_same_bits(
         lambda: Net(nested),
-        batches_of(6, 3, num=4),
+        batches_of(6, 3),
         num_workers=3,
         place=apart,
         loss_fn=rows_against_target,

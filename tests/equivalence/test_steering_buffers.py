@@ -24,7 +24,6 @@ from graphsplit.recovery.settings import SnapshotSettings
 assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
 ]
 INPUTS = torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))

@@ -24,7 +24,7 @@ import graphsplit as gs
 from graphsplit.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Plain = Callable[[ModuleType], Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
     pytest.mark.filterwarnings("ignore:network or loss reads"),
-    pytest.mark.timeout(300),
 ]
 NUM_WORKERS = 3
 # What a snapshot on disk holds otherwise than one in memory, or what plans anew depend on.
@@ -70,7 +69,9 @@ MANY_INSTRUCTIONS = (
 )  # in a step
 
 
+@cache
 def undisturbed(script: Callable[..., Any]) -> Any:
+    """What it returns in one process: to be looked at, not to be changed."""
     before = torch.default_generator.get_state()
     expected = script(place=False)
     torch.default_generator.set_state(before)

@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
     pytest.mark.filterwarnings("ignore:network or loss reads"),
-    pytest.mark.timeout(300),
 ]
 
 

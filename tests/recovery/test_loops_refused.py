@@ -229,7 +229,6 @@ def trains_a_model_beside() -> None:
 
 
 @in_threads
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -259,7 +258,6 @@ def test_a_loop_that_could_not_go_on_is_refused(script: Callable[[], None], said
 
 
 @in_threads
-@pytest.mark.timeout(120)
 def test_without_recovery_it_is_the_loaders_own_iterator() -> None:
     data = [1, 2]
     kinds = [type(iter(data)), type(enumerate(data))]

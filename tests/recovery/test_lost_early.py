@@ -22,7 +22,6 @@ assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
     pytest.mark.filterwarnings("ignore:network or loss reads"),
-    pytest.mark.timeout(300),
 ]
 NUM_WORKERS = 3
 

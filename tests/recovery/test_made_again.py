@@ -19,7 +19,6 @@ from graphsplit.recovery.settings import SnapshotSettings
 assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
 ]
 BATCHES = list(torch.randn(6, 2, 8, 4, generator=torch.Generator().manual_seed(1)))

@@ -23,7 +23,6 @@ assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
-    pytest.mark.timeout(300),
 ]
 
 

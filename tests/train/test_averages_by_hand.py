@@ -20,7 +20,7 @@ from graphsplit.errors import OwnershipError
 from graphsplit.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 INPUTS = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(4, 8, 2, generator=torch.Generator().manual_seed(2))
 BATCHES = list(zip(INPUTS, TARGETS, strict=True))

@@ -20,7 +20,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.recovery.kinds import kind_of
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.arange(8) % 3
 

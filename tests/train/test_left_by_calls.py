@@ -14,7 +14,7 @@ from torch import nn
 import graphsplit as gs
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 import graphsplit as gs
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.arange(12) % 3
 DATA = TensorDataset(INPUTS, TARGETS)

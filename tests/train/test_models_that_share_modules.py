@@ -19,7 +19,7 @@ from graphsplit.errors import CollectiveMismatchError, FrameError, JobFailedErro
 from graphsplit.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 NUM_WORKERS = 3
 NEVER = 10**9
 ONES = torch.ones(8, 1)

@@ -27,7 +27,6 @@ from graphsplit.errors import ConfigurationError
 assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
 ]
 NUM_WORKERS = 3

@@ -19,7 +19,7 @@ import graphsplit as gs
 from graphsplit.errors import StateError
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.arange(8) % 3
 

@@ -25,7 +25,7 @@ from graphsplit.guards.values import MISSING, freeze
 from graphsplit.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 NUM_WORKERS = 3
 
 

@@ -27,7 +27,6 @@ from graphsplit.torch_ext.replaced import FILLING, LOOKING, SAVING
 assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
 ]

@@ -17,7 +17,7 @@ import graphsplit as gs
 from graphsplit.errors import OwnershipError, PlanMismatchError
 
 assert threads_as_workers
-pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
 Make = Callable[..., Any]
 Script = Callable[[Make, int], Any]
 
