@@ -132,6 +132,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         "left out of a capture, or looked for in its graph: nobody reads it (exporting.py)",
         "export.exported_program._create_graph_module_for_export",
         *("export._trace._replace_unbacked_bindings", "export._trace._ignore_backend_decomps"),
+        "export._trace._detect_attribute_assignment",
         "fx.experimental.proxy_tensor._extract_tensor_metadata",
         *("_export.utils.insert_deferred_runtime_asserts", "_assert_scalar"),
     ),

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.source import ConstantSource
 from torch._export import utils as passes
 from torch.export import _trace as trace
@@ -20,6 +21,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from graphsplit.torch_ext.attributes import is_of_user
 from graphsplit.torch_ext.replaced import replaced
 
 __all__ = [
@@ -51,16 +53,30 @@ def only_what_is_read() -> Iterator[None]:
     than by a fake tensor; and it looks for symbols in every value where no size has one.
     Nor does it switch kernels off, which decide how PyTorch takes operations apart: none is here,
     and code that asks ``torch.backends.mkldnn.enabled`` gets the answer of eager mode.
+    Nor does it go through what attributes hold, which may hold itself: all writes are watched.
     """
     with (
         _lazy_graph_module._use_lazy_graph_module(True),
         replaced(exported_program, "_create_graph_module_for_export", _without_code),
         replaced(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
         replaced(trace, "_ignore_backend_decomps", nullcontext),
+        replaced(trace, "_detect_attribute_assignment", _attributes_put_back),
         _for_symbols_alone(trace, "_replace_unbacked_bindings"),
         _for_symbols_alone(passes, "insert_deferred_runtime_asserts"),
     ):
         yield
+
+
+@contextmanager
+def _attributes_put_back(root: nn.Module) -> Iterator[None]:
+    """Let modules have the attributes again that they had, the same objects."""
+    held = [vars(module) for module in root.modules()]
+    before = [{k: v for k, v in own.items() if is_of_user(k)} for own in held]
+    try:
+        yield
+    finally:
+        for own, then in zip(held, before, strict=True):
+            own.update(then)
 
 
 def _without_code(root: Any, graph: Any) -> GraphModule:

@@ -146,6 +146,29 @@ def test_a_dictionary_that_grows_while_it_is_looked_at_keeps_keys_and_values_tog
     assert [key for key in found.keys if key != "first"] == list(found.items[1:])
 
 
+class _InCircles(nn.Module):
+    """Has a list that holds itself, and appends to another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: list[Any] = [2.0]
+        self.ring.append(self.ring)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        return (x * self.ring[1][0]).sum()
+
+
+def test_attributes_may_hold_themselves_and_are_the_same_objects_after_a_capture():
+    network = _InCircles()
+    ring, seen = network.ring, network.seen
+    (change,) = captured(network, torch.ones(2)).state.changes
+    assert change.told() == "net.seen: [1]"
+    assert network.ring is ring
+    assert network.seen is seen and not seen
+
+
 class _Counting(nn.Module):
     """Counts in its class and in globals, under many names."""
 
