@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from graphsplit.capture.reach.plain import PlainContents
-from graphsplit.capture.state.kept_names import with_names, with_stand_ins
-from graphsplit.capture.state.older_values import settle_older
+from graphsplit.capture.state.kept_names import names_in, with_lost, with_names, with_stand_ins
+from graphsplit.capture.state.older_values import kept_places, settle_older
 from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
 from graphsplit.guards.changes import latest
@@ -95,6 +95,7 @@ class PythonValues:
         self._known: dict[Any, _Known] = {}
         self.losses: dict[int, Any] = {0: task.loss_fn}
         self._num_losses = 1
+        self._shown: list[tuple[Place, Any, Any]] = []
         self.built: PlainContents | None = None
 
     def note_loss(self) -> None:
@@ -265,10 +266,46 @@ class PythonValues:
             if like != [label, loss]:
                 places[label, loss].write(places[tuple(like)].read())
 
+    # What the script may take between calls that are given again.
+
+    def kept_tensors(self) -> list[list[Any]]:
+        """The places in which code has left tensors, and what stands there, to be written."""
+        found: list[list[Any]] = []
+        for place in kept_places.get(self._task.network, {}).values():
+            written = thaw(with_names(freeze(place.read()), self._task.network))
+            named = self._named(place.label, self._number_of_loss())
+            is_found = named is not None and named.identity == place.identity
+            if is_found and any(names_in(written)) and can_be_written(written):
+                found.append([place.label, self._number_of_loss(), written])
+        return found
+
+    def show(self, kept: Sequence[Sequence[Any]]) -> None:
+        """Let something stand where ``kept_tensors`` found tensors: no step can go on from it.
+
+        Else the script would take, and put back later, what it had built itself.
+        """
+        self.note_loss()
+        for label, loss, written in kept:
+            place = self._named(label, loss)
+            if place is not None:
+                before = freeze(place.read())
+                place.write(put_into(with_lost(freeze(written)), place.read()))
+                self._shown.append((place, before, freeze(place.read())))
+
+    def hide(self) -> None:
+        """Let places be as before ``show``, unless the script has put something else there."""
+        for place, before, shown_there in self._shown:
+            if same(shown_there, place.read()):
+                place.write(put_back(before))
+        self._shown = []
+
+    def _number_of_loss(self) -> int:
+        self.note_loss()
+        return next(n for n, loss in self.losses.items() if loss is self._task.loss_fn)
+
     def note_put(self, labels: Iterable[str]) -> None:
         """Values were loaded there: a worker that comes back has others."""
-        self.note_loss()
-        number = next(n for n, loss in self.losses.items() if loss is self._task.loss_fn)
+        number = self._number_of_loss()
         for label in labels:
             place = self._named(label, number)
             if place is not None and not self._is_of_own_class(place):

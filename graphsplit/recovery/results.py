@@ -56,6 +56,7 @@ class Remembered:
         result: What it returned, packed; None where it cannot be given again.
         error: Class and message of what it raised, if that is its result.
         after: What else the call changed: see the kind of the call.
+        kept: Where tensors stood that code keeps, packed, if there were any.
         generators: The generators' states after it, packed, if they matter.
     """
 
@@ -64,6 +65,7 @@ class Remembered:
     result: Any = None
     error: list[str] | None = None
     after: Any = None
+    kept: Any = None
     generators: Any = None
 
     def raise_error(self) -> None:
@@ -94,12 +96,16 @@ class Results:
         self.lines.append(line)
 
     def add_call(
-        self, ordinal: int, name: str, model: int, pack_result: Callable[[], str], after: Any = None
+        self,
+        ordinal: int,
+        name: str,
+        model: int,
+        pack_result: Callable[[], str],
+        **besides: Any,
     ) -> None:
-        """Add a call that has returned."""
+        """Add a call that has returned, and what counts besides of ``Remembered``'s attributes."""
         node: dict[str, Any] = {"call": ordinal, "name": name, "model": model}
-        if after is not None:
-            node["after"] = after
+        node.update({name: value for name, value in besides.items() if value is not None})
         try:
             result = pack_result()
             if self._size + len(result) > MAX_RESULTS_BYTES:
@@ -154,6 +160,7 @@ class Memory:
                 node.get("result"),
                 node.get("error"),
                 node.get("after"),
+                node.get("kept"),
             )
             if type(number) is int:
                 self._calls[number] = found

@@ -47,6 +47,7 @@ from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
 from graphsplit.train.cluster_engine import ClusterEngine
 
 T = TypeVar("T")
+_KEPT = "the tensors that code keeps"
 _STEPPING = ("train", "train_step", "forward_backward")
 
 
@@ -132,6 +133,7 @@ class RecoveringScript(Script):
         self._ordinal += 1
         with self._job.reporting():
             for share in self._shares:
+                share.engine.planner.python_values.hide()
                 share.check_given()
         self._join()
         if self._place is not None and self._ordinal < self._place.first_needed:
@@ -246,9 +248,13 @@ class RecoveringScript(Script):
         finally:
             self._running = None
         kind = kind_of(call.name)
-        after = kind.after(call, share, entry)
         self._results.add_call(
-            entry.ordinal, call.name, self._index(call), lambda: kind.pack(call, result), after
+            entry.ordinal,
+            call.name,
+            self._index(call),
+            lambda: kind.pack(call, result),
+            after=kind.after(call, share, entry),
+            kept=None if share is None else _kept_tensors(share),
         )
         self._finish(entry)
         self._after(entry)
@@ -346,7 +352,10 @@ class RecoveringScript(Script):
         if place is not None and ordinal == place.ordinal and not place.inside:
             self._restore()
         found.raise_error()
-        return kind.unpack(call, share, found.result)
+        result = kind.unpack(call, share, found.result)
+        if self._place is not None and share is not None and found.kept is not None:
+            share.engine.planner.python_values.show(unpack(found.kept, what=_KEPT))
+        return result
 
     def _restore(self) -> None:
         """The place is reached: from here on calls run."""
@@ -444,6 +453,11 @@ class _Recorded:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._calls, name)
         return lambda *arguments: self._run(ModelCall(name, method, arguments, self._engine))
+
+
+def _kept_tensors(share: ModelSnapshot) -> str | None:
+    found = share.engine.planner.python_values.kept_tensors()
+    return pack(found, what=_KEPT) if found else None
 
 
 def _refuse(message: str) -> None:

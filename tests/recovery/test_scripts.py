@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
-from graphsplit.errors import ClusterError, JobFailedError
+from graphsplit.errors import ClusterError, JobFailedError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
@@ -260,3 +260,48 @@ def test_a_job_goes_on_with_fewer_and_with_more_workers(tmp_path: Path):
     for found in ThreadCluster(lambda rank: ruled(4, counts[rank]), 4, settings).run():
         assert difference(expected, found) is None
     assert len({one.steps for one in counts}) == 1 and 0 < counts[0].steps < 12, counts[0].steps
+
+
+class Averaging:
+    """A loss that keeps an average in a plain attribute."""
+
+    def __init__(self) -> None:
+        self.average: torch.Tensor | None = None
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(outputs, target)
+        now = loss.detach()
+        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+        return loss / (1 + self.average)
+
+
+def averaging(*, taken: int = -1, place: bool = True) -> Any:
+    """Takes the average of an early step, and goes on from it after later ones."""
+    model, _ = make(place=place)
+    model.loss_fn = loss_fn = Averaging()
+    losses, saved = [], None
+    for step, (inputs, target) in enumerate([*loader(), *loader()]):
+        losses.append(model.train_step(inputs, target))
+        if step == taken:
+            saved = loss_fn.average
+        if step == 6 and taken >= 0:
+            loss_fn.average = saved
+    return losses, state_of(model)
+
+
+def test_a_kept_tensor_that_a_script_took_before_all_began_anew_is_not_gone_on_from(
+    tmp_path: Path,
+):
+    crash(averaging, tmp_path, at=60)
+    assert list(tmp_path.glob("*/snapshot.json"))
+    with pytest.raises(OwnershipError, match=r"(?s)average.* it is not here"):
+        go_on(functools.partial(averaging, taken=0), tmp_path)
+    go_on(averaging, tmp_path)
+
+
+def test_a_kept_tensor_that_a_script_takes_where_all_begin_anew_has_its_value(tmp_path: Path):
+    script = functools.partial(averaging, taken=1)
+    crash(script, tmp_path, at=50)
+    (place,) = tmp_path.glob("*/snapshot.json")
+    assert '"ordinal":1,"inside":false' in place.read_text()
+    go_on(script, tmp_path)

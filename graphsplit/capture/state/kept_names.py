@@ -17,7 +17,12 @@ from torch import nn
 from graphsplit.capture.state.handed import put_leaves
 from graphsplit.capture.state.kept_tensors import KEPT, register
 from graphsplit.capture.state.kept_value import KeptValue, note_read
-from graphsplit.capture.state.older_values import kept_places, settle_older, stand_ins_of
+from graphsplit.capture.state.older_values import (
+    kept_places,
+    lost,
+    settle_older,
+    stand_ins_of,
+)
 from graphsplit.guards.values import freeze, with_leaves
 from graphsplit.torch_ext.attributes import buffer_of_form, buffers_of
 
@@ -94,18 +99,38 @@ def is_kept_name(name: str) -> bool:
     return name.startswith(KEPT)
 
 
+def with_lost(frozen: Any) -> Any:
+    """The snapshot that ``with_names`` was given, in a process that has not run the step."""
+    return with_leaves(
+        frozen,
+        lambda leaf: _lost(leaf.removeprefix(_MARK)) if any(names_in(leaf)) else leaf,
+    )
+
+
+def _lost(name: str) -> KeptValue:
+    label, buffer = _of_name(name)
+    return lost(torch.empty(0) if buffer is None else buffer, label)
+
+
 def _stand_in(network: nn.Module, name: str) -> KeptValue:
     known = stand_ins_of(network)
     if name not in known:
-        found = _NAME.fullmatch(name)
-        label = name if found is None else found["label"].replace("·", ".")
-        buffer, not_kept = torch.empty(0), "was left by another process"
-        if found is not None and found["form"]:
-            not_kept = ""
-            shape, strides = ast.literal_eval(found["form"].replace("] [", "], ["))
-            buffer = torch.empty_strided(shape, strides, dtype=getattr(torch, found["dtype"]))
+        label, buffer = _of_name(name)
+        if buffer is None:
+            known[name] = KeptValue.of(torch.empty(0), label, "was left by another process")
+        else:
             if buffers_of(network).get(name) is None:
-                register(network, name, buffer.zero_())
-        known[name] = KeptValue.of(buffer, label, not_kept)
+                register(network, name, buffer)
+            known[name] = KeptValue.of(buffer, label)
     note_read(known[name])
     return known[name]
+
+
+def _of_name(name: str) -> tuple[str, torch.Tensor | None]:
+    """The place that a buffer is named by, and zeros in its form, unless that differs."""
+    found = _NAME.fullmatch(name)
+    label = name if found is None else found["label"].replace("·", ".")
+    if found is None or not found["form"]:
+        return label, None
+    shape, strides = ast.literal_eval(found["form"].replace("] [", "], ["))
+    return label, torch.empty_strided(shape, strides, dtype=getattr(torch, found["dtype"])).zero_()

@@ -113,8 +113,9 @@ def follow(older: KeptValue) -> KeptValue:
 
 
 def note_read(value: KeptValue) -> None:
-    """Note that a save puts it where it was when that was written, whatever is there now."""
+    """Note that a save puts it where it was when that was written: scripts may take it there."""
     setattr(value, _WAS_READ, True)
+    standing_of(value).is_held = True
 
 
 def refuse_moved(places: Iterable[Place], known: Iterable[Place]) -> None:

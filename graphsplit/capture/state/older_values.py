@@ -128,13 +128,15 @@ def settle_older(network: nn.Module) -> None:
     names = {id(value): name for name, value in known.items()}
     for value, place in found:
         standing, name = standing_of(value), names.get(id(value.latest()))
+        if hasattr(value, _IS_LOST):
+            raise _refusal(value, place, None)
         if standing.now is value or name is None:
             continue
         other = places.get(id(standing.now))
         buffer = buffers_of(network).get(name)
         kept = getattr(value, _VALUE, None)
         is_here = buffer is not None and not isinstance(buffer, StandIn)
-        if other is not None or hasattr(value, _IS_LOST) or (is_here and kept is None):
+        if other is not None or (is_here and kept is None):
             raise _refusal(value, place, other)
         _keep_value(standing.now, buffer)
         if buffer is not None and kept is not None:
@@ -202,6 +204,14 @@ def forget_older(network: nn.Module) -> None:
     for value in list(_older.values()):
         if id(value.latest()) in names:
             setattr(value, _IS_LOST, True)
+
+
+def lost(like: torch.Tensor, label: str) -> KeptValue:
+    """Make what stands for the tensor of a step that ran before the script began anew here."""
+    made = KeptValue.of(like, label, "is of a step that ran before the script began anew here")
+    setattr(made, _IS_LOST, True)
+    _older[id(made)] = made
+    return made
 
 
 def _keep_value(older: KeptValue, buffer: torch.Tensor | None) -> None:
