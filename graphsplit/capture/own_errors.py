@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.capture.operations.averaged_statistics import averages_in_parts
 from graphsplit.frames import is_own
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
@@ -78,7 +79,7 @@ def own_error(
     calls = _LastCall(fake_mode, effects)
     with _buffers_kept(root) as is_kept:
         try:
-            with fake_mode, effects, calls:
+            with fake_mode, effects, calls, averages_in_parts():
                 given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
                 run(*given[0], **given[1])
         except Exception as other:

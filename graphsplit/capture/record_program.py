@@ -32,7 +32,7 @@ from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones_whole, refuse_placements_inside
 from graphsplit.capture.opaque.padded_layers import padded_layers_whole
 from graphsplit.capture.opaque.record import OpaqueRecorder
-from graphsplit.capture.operations.averaged_statistics import averages_recorded
+from graphsplit.capture.operations.averaged_statistics import averages_in_parts
 from graphsplit.capture.operations.opaque_call import (
     OpaqueCall,
     changes_what_is_read,
@@ -293,7 +293,7 @@ def _recording(
         stack.enter_context(values_as_they_were())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
-        stack.enter_context(averages_recorded(recorder.instead))
+        stack.enter_context(averages_in_parts(lambda: recorder.is_recording))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
         stack.enter_context(padded_layers_whole(recorder, root))
         stack.enter_context(unrecordable_effects_refused(recorder))

@@ -124,3 +124,12 @@ def test_a_capture_that_fails_leaves_attributes_as_they_were(asks: bool, is_whol
     with pytest.raises(CaptureError, match="value" if asks else "invalid for input of size 12"):
         captured(network, torch.zeros(3, 4))
     assert attributes_of(network) == before
+
+
+def test_a_norm_that_asks_for_its_counter_fails_as_others_do() -> None:
+    network, x = nn.Sequential(nn.BatchNorm1d(4, momentum=None)), torch.randn(1, 4)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        copy.deepcopy(network)(x)
+    found = own_error(network, network.__call__, ((x,), {}), caught.value)
+    assert found is not None
+    assert found.text.startswith("ValueError: Expected more than 1 value per channel")

@@ -8,15 +8,15 @@ but such updates looks at them, so replicas make it later, in the order of micro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from graphsplit.torch_ext.attributes import CHECK_INPUT
-from graphsplit.torch_ext.replaced import BATCH_NORM, Patch
+from graphsplit.torch_ext.replaced import BATCH_NORM, replaced
 
 
 @torch.library.custom_op("graphsplit::average_statistics", mutates_args=("mean", "var"))
@@ -27,25 +27,31 @@ def _average(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, count: torc
 _average.register_fake(lambda x, mean, var, count: None)
 
 
-def averages_recorded(
-    instead: Callable[[Patch, Callable[..., Any]], AbstractContextManager[None]],
-) -> AbstractContextManager[None]:
-    """Record batch norms without a momentum in parts.
+@contextmanager
+def averages_in_parts(is_on: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Have batch norms without a momentum ask for no number of their counter.
 
     Args:
-        instead: Has a function of torch be another one where all is recorded.
+        is_on: Whether a norm that is called now shall.
     """
-    return instead(BATCH_NORM, _normalized)
+    original = getattr(*BATCH_NORM)
+
+    # The names of torch's own: a network may call it by them.
+    def forward(self: Any, input: torch.Tensor) -> Any:
+        is_asking = self.momentum is None and self.training and self.track_running_stats
+        if is_asking and is_on() and _is_as_without(self, input):
+            return _normalized(self, input)
+        return original(self, input)
+
+    with replaced(*BATCH_NORM, forward):
+        yield
 
 
-def _normalized(original: Callable[..., Any], norm: Any, input: torch.Tensor) -> Any:
-    is_average = norm.momentum is None and norm.training and norm.track_running_stats
-    if not is_average or norm.num_batches_tracked is None or not _is_as_without(norm, input):
-        return original(norm, input)
-    getattr(norm, CHECK_INPUT)(input)
+def _normalized(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    getattr(norm, CHECK_INPUT)(x)
     norm.num_batches_tracked.add_(1)
-    made = F.batch_norm(input, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-    _average(input.detach(), norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    made = F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+    _average(x.detach(), norm.running_mean, norm.running_var, norm.num_batches_tracked)
     return made
 
 
@@ -54,5 +60,6 @@ def _is_as_without(norm: Any, x: torch.Tensor) -> bool:
 
     One without weights looks at the dtype of its statistics. Kernels on a GPU were not compared.
     """
-    is_known = norm.weight is not None or x.dtype is norm.running_mean.dtype
-    return is_known and x.device.type == "cpu"
+    if norm.num_batches_tracked is None or x.device.type != "cpu":
+        return False
+    return norm.weight is not None or x.dtype is norm.running_mean.dtype
