@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
-from graphsplit.runtime.segments.autograd import accumulate_all, keep_apart
+from graphsplit.runtime.segments.autograd import accumulate, accumulate_all, keep_apart
 from graphsplit.runtime.segments.backward import backward
 from graphsplit.torch_ext.attributes import num_hooks
 
@@ -114,3 +115,12 @@ def test_hooks_of_a_backward_are_none_that_a_script_has_registered() -> None:
     assert num_hooks() == before
     leaf.register_hook(lambda gradient: None)
     assert num_hooks() == before + 1
+
+
+def test_a_hook_that_returns_something_is_the_error_that_it_is_in_eager_mode():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(lambda one: one.grad)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RuntimeError, match="hooks should return None") as eager:
+        parameter.sum().backward()
+    with pytest.raises(RuntimeError, match=str(eager.value)):
+        accumulate(parameter, torch.ones(2), is_shared=False)

@@ -76,7 +76,8 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bo
         existing += gradient
     hooks = getattr(parameter, ACCUMULATED_HOOKS, None)
     for hook in list(hooks.values()) if hooks else ():
-        hook(parameter)
+        if hook(parameter) is not None:
+            raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's
 
 
 def accumulate_all(
