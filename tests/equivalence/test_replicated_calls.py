@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -215,11 +216,13 @@ class LateWeight(Late):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Noting, r"backward of Noting \(body\.5\) changes Noting\.seen"),
-        (Late, r"Late \(body\.5\) changes an attribute of Late"),
+        (Noting, r"backward of Noting \(body\.5\) changes Noting\.seen, which its next micro"),
+        (Late, r"Late \(body\.5\) changes an attribute of Late, which its next micro"),
         (LateWeight, r"LateWeight \(body\.5\) writes to a parameter or buffer"),
     ],
 )
 def test_what_is_written_later_ends_the_step_by_name(kind: Any, why: str) -> None:
-    with pytest.raises(StepFailedError, match=why):
+    with pytest.raises(StepFailedError, match=why) as caught:
         planned(whole(0, 1), lambda: Around(kind()))
+    lines = re.findall(r"(?m)^  /.*$", str(caught.value))
+    assert len(lines) == len({*lines})

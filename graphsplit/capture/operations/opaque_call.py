@@ -308,15 +308,23 @@ def leaves_state(
     Raises:
         OpaqueCallError: It has changed some of it.
     """
-    return unchanged(
-        watched,
-        lambda holder, elsewhere: OpaqueCallError(
-            f"{label} changes {holder.name}, which a call elsewhere can reach too, or the same "
-            f"call in another microbatch; it would find something else there than in one "
-            f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE} It cannot be seen before "
-            f"it runs; one process, or one microbatch on one worker, has no such limit."
-        ),
-    )
+
+    def refusal(holder: Holder, elsewhere: str) -> OpaqueCallError:
+        if elsewhere == source:
+            return OpaqueCallError(
+                f"{label} changes {holder.name}, which its next microbatch would find otherwise "
+                f"than in one process\n  {source}\n"
+                f"  Fix: change it between two steps; or place what changes it on one worker, and "
+                f"set microbatches=1. It cannot be seen before it runs."
+            )
+        return OpaqueCallError(
+            f"{label} changes {holder.name}, which a call elsewhere can reach too; it would find "
+            f"something else there than in one process\n  {source}\n  {elsewhere}\n"
+            f"  Fix: {ONE_STATE} It cannot be seen before it runs; one process, or one microbatch "
+            f"on one worker, has no such limit."
+        )
+
+    return unchanged(watched, refusal)
 
 
 @contextmanager
