@@ -65,12 +65,18 @@ def _is_users(file: str, torch_file: str | None) -> bool:
     return not file.startswith(_PYTHON) or "site-packages" in file
 
 
-def line_of(trace: TracebackType | None) -> str:
-    """The user's innermost line of a traceback, ``train.py:31, in forward``; empty if none."""
+def line_of(trace: TracebackType | None, *, of_script: bool = False) -> str:
+    """The user's innermost line of a traceback, ``train.py:31, in forward``; empty if none.
+
+    Args:
+        trace: The traceback.
+        of_script: In no library that trains for the user, if there is such a line.
+    """
     found = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_users(code.co_filename):
+        is_passed_by = of_script and found and is_trainers(code.co_filename)
+        if is_users(code.co_filename) and not is_passed_by:
             found = _line(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found

@@ -21,7 +21,7 @@ from torch import nn
 from graphsplit.capture.state.kept_names import is_kept_name
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.capture.state.older_values import buffer_behind
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.frames import own_and_torchs
 from graphsplit.job import joined
 from graphsplit.job.job import Job
@@ -43,6 +43,10 @@ from graphsplit.torch_ext.replaced import (
 from graphsplit.torch_ext.stand_ins import as_ordinary, in_form
 
 _MODULES = nn.Module.buffers.__code__.co_filename
+PICKLED = (
+    "a distributed network was pickled: each worker has its own parameters only\n"
+    "  Fix: torch.save(net.state_dict(), path) on one worker, after net.state_dict() on all."
+)
 _here = threading.local()  # .is_inside: values are on all workers
 _installed: list[bool] = []
 
@@ -166,8 +170,12 @@ def _call_filling(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _call_saving(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    for tensor in _tensors_in((args, kwargs)):
-        if isinstance(tensor, Elsewhere):
+    leaves = pytree.tree_leaves((args, kwargs))
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    if any(map(_is_of_own_loop, _tensors_in(modules))):
+        raise OwnershipError(PICKLED)
+    for tensor in _tensors_in(leaves):
+        if isinstance(tensor, Elsewhere) and not _is_of_own_loop(tensor):
             tensor.need_value(original.__name__)
     return original(*args, **kwargs)
 

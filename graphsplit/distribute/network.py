@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from graphsplit.batches.signature import Arguments
+from graphsplit.checkpoint.whole_values import PICKLED
 from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, methods  # noqa: F401  (operations on values)
@@ -423,11 +424,7 @@ class _Calls(nn.Module):
         return self._graphsplit_behind.copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OwnershipError(
-            "a distributed network was pickled: each worker has its own parameters only\n"
-            "  Fix: torch.save(net.state_dict(), path) on one worker, after net.state_dict() on "
-            "all."
-        )
+        raise OwnershipError(PICKLED)
 
 
 def _under(prefix: str, state: Mapping[str, Any], destination: Any) -> Any:

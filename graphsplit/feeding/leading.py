@@ -201,8 +201,8 @@ class Leading:
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
                 f"{mode.step} {step + 1}{why}\n"
-                f"  Fix: pass the same tensors (and scale) on every worker, and let split and "
-                f"loss_weight depend on nothing else."
+                f"  Fix: pass the same tensors (and scale) on every worker, make no call on one "
+                f"worker alone, and let split and loss_weight depend on nothing else."
             )
         if has_drawn:
             raise other_generator((leader, self._job.rank), f"{mode.step} {step + 1}")

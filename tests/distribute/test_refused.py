@@ -584,3 +584,18 @@ def test_a_state_that_is_no_dictionary_is_pytorchs_own_error() -> None:
         return str(caught.value)
 
     assert len(set(ThreadCluster(run, 2, is_recoverable=False).run())) == 1
+
+
+@pytest.mark.parametrize("what", ["network", "within", "module"])
+def test_a_network_that_is_saved_whole_is_refused_before_a_file_is_opened(what: str) -> None:
+    """Once it has been called; the fix is one for own loops."""
+
+    def saved(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        plain = small(ranks)
+        net = distribute(plain)
+        net(torch.randn(6, 8)).sum().backward()
+        whole = {"network": net, "within": {"net": net, "epoch": 3}, "module": plain}[what]
+        torch.save(whole, "/nowhere/net.pt")
+        yield None
+
+    assert re.search(r"was pickled.*\n.*Fix: torch.save\(net.state_dict\(\), path\)", raised(saved))

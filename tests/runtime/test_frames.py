@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,12 @@ def test_an_error_that_never_left_graphsplit_has_no_empty_headline():
 def test_the_running_line_is_the_users():
     assert line_now(sys._getframe()).endswith("in test_the_running_line_is_the_users")
     assert through_graphsplit(lambda: line_now(sys._getframe())).endswith("<lambda>")
+
+
+def test_what_a_trainer_was_asked_for_is_at_the_scripts_line():
+    file = "/opt/site-packages/transformers/generation/utils.py"
+    names: dict[str, Any] = {}
+    exec(compile("def generate(cache):\n    cache.refuse()", file, "exec"), names)
+    error = caught(lambda: names["generate"](None))
+    assert f"{file}:2, in generate" in line_of(error.__traceback__)
+    assert "in <lambda>" in line_of(error.__traceback__, of_script=True)

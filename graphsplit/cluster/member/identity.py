@@ -156,11 +156,15 @@ def failure_of(
 
 
 def _users_line(error: BaseException) -> str:
-    """Where the error passed through the user's code, or will when it leaves graphsplit."""
+    """Where the error passed through the user's code, or will when it leaves graphsplit.
+
+    What one of ours is about was called by the script, or by a library for it.
+    """
     trace = error.__traceback__
     if trace is None:
         return ""
-    return line_of(trace) or line_now(trace.tb_frame.f_back)
+    of_script = isinstance(error, GraphsplitError)
+    return line_of(trace, of_script=of_script) or line_now(trace.tb_frame.f_back)
 
 
 def failure_message(error: BaseException) -> str:
