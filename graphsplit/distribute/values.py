@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphsplit.distribute.following.casts import casting_dtype, refuse_cached_cast
+from graphsplit.distribute.following.indices import as_positions
 from graphsplit.distribute.following.one_step import shape_after
 from graphsplit.distribute.following.operands import (
     from_last,
@@ -336,7 +337,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
             loop.twins.check_write(target.held)
     taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
     if loop.rank != home and name in _INDEXING:  # how many a mask takes is not seen in shapes
-        args = (args[0], _as_positions(name, args[1]), *args[2:])
+        args = (args[0], as_positions(args[1], by_brackets=name in _BY_BRACKETS), *args[2:])
         given, together, is_flat = taken_apart(args, kwargs)
         found = given
     key = None
@@ -445,23 +446,6 @@ def _told_index(index: Any) -> Any:
     if isinstance(value, LoopValue) and (value.dim() == 0 or value.dtype in _MASKS):
         return value.everywhere()
     return index
-
-
-def _as_positions(name: str, indices: Any) -> Any:
-    """Indices without masks and numbers, which all workers have: the positions of what they take.
-
-    A tensor without memory is then indexed as the value is: a number gives a view of it.
-    """
-    found: list[Any] = []
-    for index in indices if isinstance(indices, (tuple, list)) else (indices,):
-        is_known = isinstance(index, torch.Tensor) and not isinstance(index, LoopValue)
-        if is_known and index.dim() and index.dtype in _MASKS:
-            found += index.nonzero(as_tuple=True)
-        elif is_known and not index.dim() and index.dtype not in _MASKS:
-            found.append(int(index) if name in _BY_BRACKETS else index)
-        else:
-            found.append(index)
-    return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
 
 
 def _home(name: str, targets: Sequence[Any], values: Sequence[LoopValue]) -> int:

@@ -290,6 +290,7 @@ def similar(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         with torch.autocast("cpu", torch.bfloat16):
             found = functional.normalize(net(torch.randn(8, 8)), dim=1)
             scores = (found @ found.T)[~mask].view(8, 7) / 0.1
+            scores = scores[[*range(8)]][[True] * 8][:, [6, 0, *range(1, 6)]]
             loss = functional.cross_entropy(scores, torch.arange(3, 11) % 7)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
