@@ -23,6 +23,7 @@ from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning import plain_attributes
 from graphsplit.planning.task import Task, named_state
 
 BATCHES = batches_of(4, 8, num=6)
@@ -308,3 +309,10 @@ def test_a_load_goes_back_behind_what_kept_whole_code_has_made(tmp_path: Path):
     for one in held:
         assert not hasattr(one, "later") and one.by_class == 0 and one.score == Score(0, 0.0)
         assert one.found == one.number == {} and torch.equal(one.average, torch.zeros(8))
+
+
+def test_attributes_that_earlier_versions_saved_by_module_are_loaded() -> None:
+    saved = {"attributes": {"net.seen": 0.5, "net.1.calls": 0}, "gone": [], "unsaved": []}
+    apart = [{"network.1": {"here": {"calls": 3}}, "loss": {"here": {"rate": 0.25}}}]
+    found = plain_attributes.together(saved, apart)
+    assert found["attributes"] == {"net.seen": 0.5, "net.1.calls": 3, "loss_fn.rate": 0.25}
