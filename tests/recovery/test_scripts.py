@@ -210,6 +210,7 @@ def test_nothing_is_kept_of_generations_that_are_over():
 def crash(script: Callable[..., Any], folder: Path, *, at: int, workers: int = NUM_WORKERS) -> None:
     settings = SnapshotSettings(every=2, disk_every=2, folder=folder)
     cluster = ThreadCluster(lambda rank: script(), workers, settings, {0: [at]}, comes_back=False)
+    cluster.dies_when = lambda: any(folder.glob("*/snapshot.json"))  # threads write it
     with pytest.raises(JobFailedError):
         cluster.run()
 

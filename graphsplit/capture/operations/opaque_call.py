@@ -312,8 +312,8 @@ def leaves_state(
     def refusal(holder: Holder, elsewhere: str) -> OpaqueCallError:
         if elsewhere == source:
             return OpaqueCallError(
-                f"{label} changes {holder.name}, which its next microbatch would find otherwise "
-                f"than in one process\n  {source}\n"
+                f"{label} changes {holder.name}, which its next microbatch, or a call at the same "
+                f"line elsewhere, would find otherwise than in one process\n  {source}\n"
                 f"  Fix: change it between two steps; or place what changes it on one worker, and "
                 f"set microbatches=1. It cannot be seen before it runs."
             )
