@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -102,6 +103,15 @@ class DynamicSize(int):
 
     def __repr__(self) -> str:
         return f"({self.text} <= {int(self)})"
+
+    def of(self, numbers: Mapping[str, Any]) -> int | None:
+        """The size for a batch, by the numbers of its graph; None where it follows from values."""
+        return numbers.get(name_of_size(self.text))
+
+
+def name_of_size(expression: Any) -> str:
+    """The name among the numbers of a graph of a size that an output has, or begins at."""
+    return f"size {expression}"
 
 
 def bound_of(size: int | torch.SymInt) -> int:

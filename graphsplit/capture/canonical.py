@@ -75,7 +75,7 @@ def canonical_lines(
             if graph.positions[name] not in made.parts | made.kept
         ),
         *(
-            f"leaves {change.place.label} {_text_of(change.new, lifted)}"
+            f"leaves {change.place.label} {[_text_of(one, lifted) for one in change.with_names()]}"
             for change in graph.changes
         ),
         *(repr(out.constant) if out.node is None else shown_as[out.node] for out in graph.outputs),

@@ -228,6 +228,8 @@ def _graph_of(
     graph_module.graph.lint()
     with_gradients, inputs_with_grad = request.mode.records_gradients, _inputs_with_grad(request)
     built = NodeBuilder(program, state, with_gradients, inputs_with_grad).built()
+    if sizes is not None:
+        sizes = sizes.and_numbers(built.sizes)
     return CapturedGraph(
         mode=request.mode,
         nodes=tuple(built.nodes),

@@ -8,8 +8,8 @@ along, unchanged from then on: segments are cut out of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from types import TracebackType
@@ -153,6 +153,13 @@ class Output:
     node: int | None
     constant: Any = None
     part: MemoryPart | None = None
+
+    def part_with(self, numbers: Mapping[str, Any]) -> MemoryPart | None:
+        """The part for a batch; None where its beginning follows from values that nobody knows."""
+        if self.part is None or not self.part.number:
+            return self.part
+        begin = numbers.get(self.part.number)
+        return None if begin is None else replace(self.part, begin=begin)
 
 
 @dataclass(frozen=True)

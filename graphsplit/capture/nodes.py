@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node as FxNode
 
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
+from graphsplit.capture.numbers.recipes import expression_of
 from graphsplit.capture.numbers.sizes import check_known, is_number
 from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded
 from graphsplit.capture.operations.effects import (
@@ -31,7 +32,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.marks.wire import ROUND
-from graphsplit.tensor_meta import SPARSE_FIX, TensorMeta
+from graphsplit.tensor_meta import SPARSE_FIX, TensorMeta, name_of_size
 from graphsplit.torch_ext.attributes import schema_of
 from graphsplit.torch_ext.private import OperatorBase
 from graphsplit.torch_ext.steering import steers
@@ -64,6 +65,7 @@ class NodeBuilder:
     ) -> None:
         self.nodes: list[Node] = []
         self.outputs: tuple[Output, ...] = ()
+        self.sizes: dict[str, Any] = {}  # of outputs, and where these begin: expressions by name
         self.constants: dict[str, torch.Tensor] = {}
         self.state_names: dict[int, tuple[str, ...]] = {}
         self._program = program
@@ -115,6 +117,10 @@ class NodeBuilder:
 
     def _output(self, leaf: Any, part: MemoryPart | None) -> Output:
         if isinstance(leaf, FxNode):
+            value = leaf.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                sizes = map(expression_of, (*value.shape, *value.stride()))
+                self.sizes |= {name_of_size(size): size for size in sizes}
             return Output(self._position[leaf], part=part)
         return Output(None, leaf)
 
@@ -122,7 +128,7 @@ class NodeBuilder:
         positions = self._position.items()
         kinds = {fx_node: self.nodes[at] for fx_node, at in positions}
         inputs = {f: int(n.target) for f, n in kinds.items() if n.kind is NodeKind.INPUT}
-        return parts_of(leaves, inputs)
+        return parts_of(leaves, inputs, self.sizes)
 
     def _append(self, fx_node: FxNode, node: Node) -> None:
         self._position[fx_node] = len(self.nodes)

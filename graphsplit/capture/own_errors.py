@@ -20,7 +20,7 @@ from torch import nn
 from graphsplit.capture.operations.averaged_statistics import averages_in_parts
 from graphsplit.frames import is_own
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
+from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema, refill
 from graphsplit.torch_ext.fakes import formed_like
 from graphsplit.torch_ext.function_modes import TorchCalls, may_write
 from graphsplit.torch_ext.private import (
@@ -229,5 +229,4 @@ def _buffers_kept(root: nn.Module) -> Iterator[Callable[[], bool]]:
     finally:
         torch.default_generator.set_state(generator)
         for buffers, before in held:
-            buffers.clear()
-            buffers.update(before)
+            refill(buffers, before)

@@ -40,6 +40,7 @@ from graphsplit.capture.operations.opaque_call import (
 )
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
+from graphsplit.capture.python.iterators import MovedOnError
 from graphsplit.capture.python.outside_reads import DrawsError
 from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
@@ -103,6 +104,8 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
     """
     try:
         return _record_whole(root, network, export)
+    except MovedOnError as refused:
+        raise CaptureError(*refused.args) from None
     except CaptureError as refused:
         if isinstance(refused, NotLiftedError):
             raise
@@ -306,7 +309,12 @@ def _recording(
 def _draws_checked() -> Iterator[None]:
     """Refuse forward code that draws outside of what is recorded."""
     before, (of_process, _) = torch.default_generator.get_state(), holders((PYTHONS, NUMPYS))
-    yield
+    try:
+        yield
+    except BaseException:  # the code may run again
+        for holder in of_process:
+            holder.put_back()
+        raise
     check_drawn_nothing(before, of_process)
 
 

@@ -10,17 +10,19 @@ found out when it is captured, taken away, and left at each step on every worker
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.guards.classes import own_dictionary
+from graphsplit.guards.classes import attributes_of, is_plain_class, put_attributes
 from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
@@ -34,6 +36,7 @@ from graphsplit.guards.values import (
     paired,
     put_back,
     reference_of,
+    same,
     shown,
     thaw,
     with_leaves,
@@ -91,6 +94,8 @@ class Change:
         new: The snapshot of what is left, or the ``Computed`` number; ``MISSING`` if deleted.
         is_read: Whether the code read it before: then the next step may have another graph.
         held_at: Other places, with what was there, whose containers are in what is left here.
+        made: Objects that forward has made and that are in what is left here, each with the
+            snapshot of its attributes.
     """
 
     place: Place
@@ -98,6 +103,7 @@ class Change:
     new: Any
     is_read: bool
     held_at: tuple[tuple[Place, Any], ...] = ()
+    made: tuple[tuple[Any, Frozen], ...] = ()
 
     def named(self, lifted: Sequence[Place]) -> str:
         """The change for people; of a lifted number its value is no part of it."""
@@ -106,6 +112,12 @@ class Change:
         is_made = isinstance(self.new, Computed)
         new = self.new.of(lambda number: lifted[number].label) if is_made else shown(self.new)
         return f"{self.place.label}{before} to {new}"
+
+    def with_names(self) -> list[Any]:
+        """A name for each object made in what is left; then the attributes of each, likewise."""
+        names = {id(one): f"new {type(one).__name__} {i}" for i, (one, _) in enumerate(self.made)}
+        found = (self.new, *(own for _, own in self.made))
+        return [with_leaves(one, lambda leaf: names.get(id(leaf), leaf)) for one in found]
 
     def told(self) -> str:
         """The place and what is left there, as every worker would say it."""
@@ -122,10 +134,14 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
     """Leave all values of a step; in a container that is still there, its contents.
 
     One container in two places is one afterwards, too: what changes it in one changes the other.
+    Objects that forward has made are left as it made them.
 
     Args:
         changes: What to leave.
         lifted: The numbers from which others are computed.
+
+    Raises:
+        CaptureError: An object was changed, and cannot be made again.
     """
     held: dict[int, Any] = {}
     for change in sorted(changes, key=lambda change: not change.is_read):
@@ -133,11 +149,57 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
             if isinstance(old, Frozen):
                 for container, now in paired(old, place.read()):
                     held.setdefault(id(container), now)
+    _make_again([change for change in changes if change.made], held)
     for change in changes:
         new = value_of(change.new, lifted)
         left = _left(new, held)
         if not isinstance(new, Frozen) or left is not change.place.read():
             change.place.write(left)
+
+
+def _make_again(changes: Sequence[Change], held: dict[int, Any]) -> None:
+    """Find what stands for objects that forward has made: new ones, as it makes at each call.
+
+    Where it goes on from the last one, that itself while it is as it was made: the steps that were
+    recorded for it then hold.
+
+    Raises:
+        CaptureError: They were changed, and cannot be made again.
+    """
+    made = {id(one): (one, own) for change in changes for one, own in change.made}
+    other = [one for one, own in made.values() if not same(own, attributes_of(one))]
+    fixed = [one for one, own in made.values() if not _can_be_made(one, own, made)]
+    if not other and (fixed or all(change.is_read for change in changes)):
+        for container in (c for _, own in made.values() for c in _containers(own)):
+            held.setdefault(id(container), container)
+        return
+    if fixed:
+        place = next(change.place for change in changes)
+        raise CaptureError(
+            f"network or loss makes {shown(fixed[0])} for {place.label}, which was changed since; "
+            f"an object of a class of Python's own, or with a function that leads to it, cannot be "
+            f"made again\n  {place.source}\n"
+            f"  Fix: make it before the first step, and let forward change its attributes; or keep "
+            f"the code around it whole with gs.opaque."
+        )
+    held.update((number, object.__new__(type(one))) for number, (one, _) in made.items())
+    for number, (_, own) in made.items():
+        items = [_left(item, held) for item in own.items]
+        put_attributes(held[number], dict(zip(own.keys, items, strict=True)))
+
+
+def _can_be_made(one: Any, own: Frozen, made: Container[int]) -> bool:
+    """Whether an object is nothing but its attributes, none of which knows such an object."""
+
+    def knows_one(leaf: Any) -> bool:
+        inside: list[Any] = []
+        if isinstance(leaf, MethodType):
+            inside = [leaf.__self__]
+        elif isinstance(leaf, FunctionType):
+            inside = gc.get_referents(*(leaf.__closure__ or ()))
+        return any(id(held) in made for held in inside)
+
+    return is_plain_class(type(one)) and not any_leaf(own, knows_one)
 
 
 def latest(frozen: Any) -> Any:
@@ -148,7 +210,7 @@ def latest(frozen: Any) -> Any:
 def _left(new: Any, held: dict[int, Any]) -> Any:
     """The value to leave, in the containers that are there; in new ones where forward made them."""
     if not isinstance(new, Frozen):
-        return latest(new)
+        return held[id(new)] if id(new) in held else latest(new)
     again = replace(new, items=tuple([_left(item, held) for item in new.items]))
     known = held.get(id(new.container))
     if known is None:
@@ -163,13 +225,16 @@ def change_of(noted: Noted) -> Change:
 
 
 def changes_of(
-    noted: Mapping[Any, Noted], compute: Callable[[Any], Computed]
+    noted: Mapping[Any, Noted],
+    compute: Callable[[Any], Computed],
+    has_made: Callable[[Any], bool],
 ) -> tuple[Change, ...]:
     """Find changes in the places that were read or written, and put all of them back.
 
     Args:
         noted: The places.
         compute: How a number without value that was left is made of the lifted ones.
+        has_made: Whether the code has made an object.
 
     Raises:
         CaptureError: Something was left that cannot be left again, and that is read.
@@ -189,13 +254,16 @@ def changes_of(
         ):
             continue
         new = freeze(now)
+        objects = tuple(made_in(new, has_made))
+        snapshots = (new, *(own for _, own in objects))
         others = {
             id(other): (other.place, other.first)
-            for container in _containers(new)
+            for container in chain.from_iterable(map(_containers, snapshots))
             for other in held_at.get(id(container), ())[:1]
             if other is not one
         }
-        found.append(Change(one.place, one.first, new, one.is_read, tuple(others.values())))
+        held = tuple(others.values())
+        found.append(Change(one.place, one.first, new, one.is_read, held, objects))
     put_all_back(noted.values())
     made = [_with_numbers(change, compute) for change in found]
     return tuple(change for change in made if _can_be_left(change))
@@ -206,6 +274,21 @@ def _containers(frozen: Any) -> Iterator[Any]:
         yield frozen.container
         for item in frozen.items:
             yield from _containers(item)
+
+
+def made_in(frozen: Any, has_made: Callable[[Any], bool]) -> list[tuple[Any, Frozen]]:
+    """The objects in a snapshot, and in such objects, that the code has made."""
+    found: dict[int, tuple[Any, Frozen]] = {}
+
+    def find(leaf: Any) -> bool:
+        if has_made(leaf) and id(leaf) not in found:
+            own = freeze(attributes_of(leaf))
+            found[id(leaf)] = leaf, own
+            any_leaf(own, find)
+        return False
+
+    any_leaf(frozen, find)
+    return list(found.values())
 
 
 def _places_of_containers(noted: Iterable[Noted]) -> dict[int, list[Noted]]:
@@ -242,20 +325,20 @@ def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:
     if isinstance(change.new, SYMBOLIC):
         return replace(change, new=compute(change.new))
     # Read or not: the script may look at it.
-    _holds(change.new, lambda leaf: isinstance(leaf, SYMBOLIC) and compute(leaf) is None)
+    holds(change.new, lambda leaf: isinstance(leaf, SYMBOLIC) and compute(leaf) is None)
     return change
 
 
-def _holds(value: Any, test: Callable[[Any], bool], depth: int = 3) -> bool:
+def holds(value: Any, test: Callable[[Any], bool], depth: int = 3) -> bool:
     """Whether a value holds something of which a test is true, in attributes of objects too."""
 
     def is_held(leaf: Any) -> bool:
         if test(leaf):
             return True
-        held = None if isinstance(leaf, (type, nn.Module, ModuleType)) else own_dictionary(leaf)
+        held = None if isinstance(leaf, (type, nn.Module, ModuleType)) else attributes_of(leaf)
         if not held or not depth:
             return False
-        return any(_holds(inner, test, depth - 1) for inner in list(held.values()))
+        return any(holds(inner, test, depth - 1) for inner in list(held.values()))
 
     return any_leaf(freeze(value), is_held)
 
@@ -294,9 +377,10 @@ def _can_be_left(change: Change) -> bool:
         )
     if any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC)):
         return False
-    if not _holds(change.new, _is_fake):
+    if not holds(change.new, _is_fake):
         return True
-    if change.is_read and change.place.module is None:
+    is_in_object = not any_leaf(change.new, _is_fake)  # where no buffer stands for it
+    if change.is_read and (change.place.module is None or is_in_object):
         raise CaptureError(
             f"network or loss changes {change.place.label} at every call, from "
             f"{shown(change.old)} to {shown(change.new)}; the captured graph would not\n"

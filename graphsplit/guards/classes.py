@@ -10,9 +10,16 @@ import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, ModuleType
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -93,6 +100,12 @@ def is_watchable(kind: type) -> bool:
     return is_made_by_hand(kind.__module__) if module is None else is_watchable_module(module)
 
 
+def is_plain_class(kind: type) -> bool:
+    """Whether all that objects of a class consist of are attributes, in a dictionary or slots."""
+    *own, last = kind.__mro__
+    return last is object and all(k.__flags__ & _HEAP_TYPE for k in own)
+
+
 def is_watchable_of_tensors(kind: type) -> bool:
     """Whether a class is one that a user derives from those of tensors."""
     module = sys.modules.get(kind.__module__)
@@ -151,20 +164,19 @@ def is_watched_code(code: CodeType, held: dict[str, Any]) -> bool:
     return name is None or name == "__main__" or is_made_by_hand(name)
 
 
-_frozen: list[weakref.ref[FunctionType]] = []  # the user's functions, which gc does not find
+_frozen: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # the user's; gc does not find them
 
 
 def freeze_all() -> None:
     """``gc.freeze``, after which functions and caches are found as before."""
     found = (one for one in gc.get_objects() if type(one) is FunctionType)
-    _frozen.extend(weakref.ref(f) for f in found if is_watched_code(f.__code__, f.__globals__))
-    _frozen[:] = [held for held in _frozen if held() is not None]
+    _frozen.update(f for f in found if is_watched_code(f.__code__, f.__globals__))
     freeze_what_is_there()
 
 
 def functions_of(code: CodeType) -> Iterator[FunctionType]:
     """The functions that run some code, whatever holds them."""
-    for one in (*(held() for held in _frozen), *gc.get_referrers(code)):
+    for one in (*_frozen, *gc.get_referrers(code)):
         if isinstance(one, FunctionType) and one.__code__ is code:
             yield one
 
@@ -176,6 +188,38 @@ def own_dictionary(one: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return held if type(held) is dict else None
+
+
+def number_of(one: Any) -> int:
+    """The identity of an object's dictionary of attributes; its own where it has none."""
+    held = own_dictionary(one)
+    return id(one if held is None else held)
+
+
+def attributes_of(one: Any) -> dict[str, Any] | None:
+    """All attributes of an object: its dictionary, or a new one where it has slots besides."""
+    held, kinds = own_dictionary(one), [k for k in type(one).__mro__ if k.__flags__ & _HEAP_TYPE]
+    slots = [
+        slot for kind in kinds for slot in vars(kind).values() if type(slot) is MemberDescriptorType
+    ]
+    if not slots:
+        return held
+    found = dict(held or {})
+    for slot in slots:
+        with suppress(AttributeError):  # nothing is in it
+            found[slot.__name__] = slot.__get__(one)
+    return found
+
+
+def put_attributes(one: Any, attributes: Mapping[str, Any]) -> None:
+    """Let an object have attributes, whatever its class makes of that."""
+    held = own_dictionary(one)
+    for name, value in attributes.items():
+        slot = slot_of(type(one), name)
+        if slot is not None:
+            slot.__set__(one, value)
+        elif held is not None:
+            held[name] = value
 
 
 class HookedClasses:
@@ -289,7 +333,7 @@ def slot_of(kind: type, name: str) -> Any:
     """The descriptor of a slot, if a class has one of this name."""
     for one in kind.__mro__:
         found = vars(one).get(name)
-        if type(found).__name__ == "member_descriptor":
+        if type(found) is MemberDescriptorType:
             return found
     return None
 

@@ -129,6 +129,8 @@ def _read(code: CodeType) -> CodeFacts:
     if attributes & _TAKING_NAMES:
         attributes |= texts
         imports += texts
+    if "get_type_hints" in (*read, *attributes):
+        attributes.add("__annotations__")
     nested = tuple(c for c in code.co_consts if isinstance(c, CodeType))
     if not _TAKING_LOCALS.isdisjoint((*read, *attributes)):
         cells = dict.fromkeys(code.co_freevars)

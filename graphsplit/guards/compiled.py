@@ -19,7 +19,8 @@ IS_AT = "{0}[{1}] is {2}"
 IS_NOT_IN = "{1} not in {0}"
 IS_IN_CELL = "{0}.cell_contents is {1}"
 IS_FIELD = {
-    name: f"{{0}}.{name} is {{1}}" for name in ("__code__", "__defaults__", "__kwdefaults__")
+    name: f"{{0}}.{name} is {{1}}"
+    for name in ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__annotations__")
 }
 HAS_CLASS = "type({0}) is {1}"
 HAS_DICTIONARY = "{2}({0}, '__dict__') is {1}"  # by what asks without the class's own code

@@ -15,12 +15,16 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
 from operator import is_
 from types import BuiltinMethodType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
+from torch import nn
+
+from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
 from graphsplit.guards.values import CONTAINERS, MISSING, shown
 
@@ -71,10 +75,63 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
 
 def hidden_values(value: Any) -> Iterator[Any]:
     """Values that an object of Python's own leads to without holding them."""
-    if isinstance(value, weakref.ReferenceType):
-        yield value()
-    elif type(value) in _PROXIES:
-        yield value.__repr__.__self__
+    found = _referent(value)
+    if found is not None:
+        yield found
+
+
+def weak_place(value: Any, label: str) -> Place | None:
+    """The class of the object of a weak reference; None for what is none, or leads to a module.
+
+    What is watched of the object then does not hold it: the script may let go of it.
+    """
+    found = _referent(value)
+    if found is None or type(value) in _PROXIES or isinstance(found, nn.Module):
+        return None  # a dead proxy answers nothing, not even its class
+    return Place(PlaceKind.FIELD, _Referent(value, found), "kind", f"the class of {label}")
+
+
+def _referent(value: Any) -> Any:
+    """The object of a weak reference, while it is there."""
+    if type(value) in _PROXIES:  # which is asked for nothing else, as its object may be gone
+        with suppress(ReferenceError):
+            return value.__repr__.__self__
+        return None
+    return value() if isinstance(value, weakref.ReferenceType) else None
+
+
+def names_place(held: dict[str, Any], label: str) -> Place:
+    """The names of an object's attributes, where code asks for all of them.
+
+    Args:
+        held: The dictionary of its attributes.
+        label: The object, for people.
+    """
+    return Place(PlaceKind.FIELD, _Names(held), "now", f"the attributes of {label}")
+
+
+class _Names:
+    """The keys of a dictionary: one tuple as long as they are the same."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._held, self.first = held, tuple(held)
+
+    @property
+    def now(self) -> tuple[str, ...]:
+        return self.first if (now := tuple(self._held)) == self.first else now
+
+
+class _Referent:
+    """The object of a weak reference, as long as it has the attributes that it had."""
+
+    def __init__(self, reference: Any, found: Any) -> None:
+        self._reference, self._held = reference, own_dictionary(found)
+
+    @property
+    def kind(self) -> type | None:
+        """Its class; None where it is gone, or has another dictionary of attributes."""
+        found = _referent(self._reference)
+        return type(found) if own_dictionary(found) is self._held else None
 
 
 def cached_results(cache: Any, label: str) -> Iterator[Place]:

@@ -20,7 +20,9 @@ from graphsplit.torch_ext.steering import let_steer
 
 _GLOBAL = re.compile(r"^(?P<file>.*\.py): (?P<name>\w+)(?P<rest>.*)$", re.DOTALL)
 _FUNCTION = re.compile(
-    r"^('(?P<cell>\w+)' in the closure|(?P<field>defaults|kwdefaults)) of (?P<path>.+)$", re.DOTALL
+    r"^('(?P<cell>\w+)' in the closure|(?P<field>defaults|kwdefaults|doc|annotations)) of "
+    r"(?P<path>.+)$",
+    re.DOTALL,
 )
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<key>'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\d+)\]")
 

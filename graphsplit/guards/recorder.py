@@ -17,7 +17,7 @@ import builtins
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -40,17 +40,19 @@ from graphsplit.guards.by_name import AskedByName
 from graphsplit.guards.classes import (
     HookedClasses,
     Hooks,
+    attributes_of,
     functions_of,
     is_hung_on,
     is_watchable,
     is_watchable_module,
     is_watched_file,
+    number_of,
     own_dictionary,
     slot_of,
     tracing,
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
-from graphsplit.guards.hidden import cached_results
+from graphsplit.guards.hidden import cached_results, names_place
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
 from graphsplit.guards.visitor import (
@@ -83,6 +85,7 @@ class ReadRecorder(ValueVisitor):
 
     Attributes:
         by_name: Stands for functions of Python's own.
+        of_names: Where code asks for all attributes of objects, with the names that these had.
         ask_classes: Called where code names ``__class__`` of what may be a tensor.
     """
 
@@ -104,6 +107,7 @@ class ReadRecorder(ValueVisitor):
         self._is_off = True
         self._is_paused = is_paused
         self._root = root
+        self.of_names: dict[int, tuple[Place, Any]] = {}
         self._held_first: list[tuple[nn.Module, dict[str, Any]]] = []
 
     @contextmanager
@@ -131,6 +135,7 @@ class ReadRecorder(ValueVisitor):
             sys.settrace(before)
             self.by_name.remove()
             self._classes.remove()
+            self._seen.clear()
             self.note_new()
             if collects:
                 gc.enable()
@@ -184,13 +189,14 @@ class ReadRecorder(ValueVisitor):
                     self.note(entry(vars(module), name, f"{label}.{name}", "", path))
                     self.meet(vars(module)[name], f"{label}.{name}")
 
-    def results_kept(self) -> Iterator[Place]:
-        """The contents of the caches of the user's functions by now."""
+    def results_kept(self) -> Iterator[tuple[Place, Any]]:
+        """The contents of the caches of the user's functions, each with what it is by now."""
         for one, label in list(self.met.values()):
             if isinstance(one, functools._lru_cache_wrapper):
                 code = getattr(one.__wrapped__, "__code__", None)
                 if code is not None and is_watched_file(code.co_filename):
-                    yield from cached_results(one, label)
+                    places = cached_results(one, label)
+                    yield from ((place, place.read()) for place in places)
 
     def touch(self, module: nn.Module) -> None:
         """Count a module as one of which something was read."""
@@ -236,9 +242,9 @@ class ReadRecorder(ValueVisitor):
                     new = Noted(place, first, is_read=False, is_written=True)
                     self.noted[place.identity] = new
 
-    def note_lifted(self, place: Place) -> None:
-        """Note a place that holds a symbol by now."""
-        self.noted[place.identity] = Noted(place, place.read())
+    def note_lifted(self, places: Iterable[Place]) -> None:
+        """Note places that hold symbols by now."""
+        self.noted.update((place.identity, Noted(place, place.read())) for place in places)
 
     # What code reads by name.
 
@@ -363,7 +369,7 @@ class ReadRecorder(ValueVisitor):
         held = own_dictionary(one)
         if isinstance(one, Enum) and not held:  # flags put together, which their class keeps
             self.made[id(held)] = held
-        if id(held) in self.made or (
+        if number_of(one) in self.made or (
             isinstance(value, FakeTensor) and self.real_of(value) is value
         ):
             return
@@ -403,6 +409,9 @@ class ReadRecorder(ValueVisitor):
             return
         label = self._label_of(one)
         self.note_all_of(one, label)
+        if not isinstance(one, (nn.Module, type, FunctionType, ModuleType)):
+            names = names_place(held, label)
+            self.of_names.setdefault(id(held), (names, names.read()))
         texts = found.f_code.co_consts if (found := users_frame(asker)) else ()
         for text in texts:  # vars(one).get("name"), which is not there yet
             if isinstance(text, str) and text.isidentifier() and text not in held:
@@ -412,10 +421,10 @@ class ReadRecorder(ValueVisitor):
         """An attribute is about to be written or deleted."""
         if self._is_off or self._is_paused():
             return
-        held = own_dictionary(one)
-        if held is not None and not held and id(one) not in self.met:
-            self.made[id(held)] = held  # it is being made
-        if id(held) in self.made or (isinstance(one, nn.Module) and id(held) not in self.tables):
+        held, number = own_dictionary(one), number_of(one)
+        if not held and id(one) not in self.met and attributes_of(one) == {}:
+            self.made[number] = one  # it is being made
+        if number in self.made or (isinstance(one, nn.Module) and id(held) not in self.tables):
             return
         place = self._place_of(one, held, name, MISSING)
         if place is not None:

@@ -33,7 +33,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
-BUFFERS = (np.ndarray, array.array, bytearray, _IN_C)
+BUFFERS = (np.ndarray, np.void, array.array, bytearray, _IN_C)
 CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *BUFFERS)
 MUTABLE = (list, deque, set, dict, SimpleNamespace, *BUFFERS)
 
@@ -152,7 +152,7 @@ def items_of(value: Any) -> Iterator[Any]:
 
 
 def _content(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.void)):  # the latter: a record, a view of its array
         # An array of objects has no bits to speak of: what it holds is compared by identity.
         held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
         return (str(value.dtype), value.shape, held)
@@ -232,7 +232,7 @@ def put_into(frozen: Any, there: Any, *, as_written: bool = False) -> Any:
         return frozen
     if as_written and isinstance(there, type(frozen.container)):
         frozen = replace(frozen, container=there)
-    if type(there) is not type(frozen.container):
+    if _form_of(there) != _form_of(frozen.container):
         return thaw(frozen)
     put = partial(put_into, as_written=as_written)
     if isinstance(there, tuple) and len(there) == len(frozen.items):
@@ -276,6 +276,9 @@ def _fill_array(frozen: Frozen) -> None:
     elif isinstance(container, array.array):
         del container[:]
         container.frombytes(held)
+    elif isinstance(container, np.void):
+        for name in container.dtype.names or ():
+            container[name] = np.frombuffer(held, dtype=container.dtype)[0][name]
     elif container.dtype.hasobject:
         for index, item in enumerate(held):
             container.flat[index] = item
@@ -376,7 +379,7 @@ def differences(
         if frozen is not value and not _same_bits(frozen, value):
             yield whole
         return
-    if type(value) is not type(frozen.container):
+    if _form_of(value) != _form_of(frozen.container):
         yield whole
     elif frozen.content is not None:
         if not _same_content(frozen.content, _content(value)):
@@ -386,18 +389,18 @@ def differences(
         if len(now) != len(frozen.items) or not all(map(same, frozen.items, now)):
             yield whole
     else:
-        keys: Any = range(len(frozen.items))
-        now = list(items_of(value))
-        if is_mapping(value):
-            keys = frozen.keys
-            if not _same_keys(keys, tuple(keys_of(value))):
-                yield whole
-                return
-        if len(now) != len(frozen.items):
+        now, keys = list(items_of(value)), tuple(keys_of(value)) if is_mapping(value) else ()
+        if len(now) != len(frozen.items) or not _same_keys(frozen.keys, keys):
             yield whole
             return
+        keys = frozen.keys or tuple(range(len(now)))
         for its_key, old, new in zip(keys, frozen.items, now, strict=True):
             yield from differences(old, new, within=value, key=its_key)
+
+
+def _form_of(container: Any) -> tuple[type, Any]:
+    """The part of a container that stays: its class, and how much a ``deque`` holds at most."""
+    return type(container), container.maxlen if isinstance(container, deque) else None
 
 
 def paired(frozen: Any, value: Any) -> Iterator[tuple[Any, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -18,6 +19,7 @@ from types import (
 )
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,14 +27,17 @@ from graphsplit.frames import is_own, where_defined
 from graphsplit.guards.classes import (
     HOOKED_METHODS,
     HookedClasses,
+    attributes_of,
+    is_plain_class,
     is_watchable,
     is_watchable_module,
     is_watchable_of_tensors,
     is_watched_file,
+    number_of,
     own_dictionary,
 )
 from graphsplit.guards.code_facts import Item, facts_of
-from graphsplit.guards.hidden import hidden_places, hidden_values
+from graphsplit.guards.hidden import hidden_places, hidden_values, weak_place
 from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself
 from graphsplit.guards.values import (
     BUFFERS,
@@ -55,6 +60,8 @@ _ATOMS = frozenset((type(None), *BY_VALUE))
 # Those that users hardly hide by an attribute; of ``forward`` others take care.
 _OF_MODULES = frozenset(name for name in vars(nn.Module) if name.startswith("_")) | {"forward"}
 WITHOUT_VALUES = (*SYMBOLIC, FakeTensor)
+# What a function has that is no entry of its dictionary, and that code asks for by name.
+_TOLD_BY_FUNCTIONS = frozenset(("__doc__", "__annotations__"))
 _CALLABLES = (
     MethodType,
     BuiltinFunctionType,
@@ -108,6 +115,7 @@ class ValueVisitor:
         special_of: The names of special methods that a piece of code is of.
         touched: Every module that was read, and every object of the user's classes that was met,
             by the identity of its dictionary (or its own): their classes count.
+        weakly_met: Identities of dictionaries of objects that weak references led to.
         named: Classes, modules and functions whose attributes are noted by name, each with those
             that it had when it was met.
         passes_by: Whether code asks objects for attributes past their classes.
@@ -137,6 +145,7 @@ class ValueVisitor:
         self.named: list[tuple[Any, str, frozenset[str]]] = []
         self.functions: dict[int, list[FunctionType]] = {}
         self.met: dict[int, tuple[Any, str]] = {}
+        self.weakly_met: set[int] = set()
         self.made: dict[int, Any] = {}  # objects that forward has made
         self.passes_by = self.looks_into = False
         self.on_first: Callable[[Place, Any], object] = lambda place, first: None
@@ -187,6 +196,29 @@ class ValueVisitor:
                 if writes_of(tensor) and not torch.equal(tensor, value):
                     tensor.copy_(value)
 
+    def let_go(self) -> None:
+        """Hold no object any more that was met: the script may let go of it."""
+        for held in (self.met, self.touched, self.made, self.tensors):
+            held.clear()
+
+    def has_made(self, one: Any) -> bool:
+        """Whether code has made an object; modules, classes, functions and tensors aside.
+
+        One that was made unseen (a frozen data class) is known by the tensors that it holds.
+        """
+        attributes = attributes_of(one)
+        if attributes is None or isinstance(
+            one, (nn.Module, type, FunctionType, Enum, torch.Tensor)
+        ):
+            return False
+        number = number_of(one)
+        if number not in self.made and is_plain_class(type(one)):
+            is_new = any_leaf(
+                freeze(attributes), lambda t: _has_no_value(t) and self.real_of(t) is t
+            )
+            self.made.update({number: one} if is_new else {})
+        return number in self.made
+
     # Meeting values.
 
     def meet(self, value: Any, label: str) -> None:
@@ -206,6 +238,8 @@ class ValueVisitor:
             self._meet_function(value, label)
         elif isinstance(value, type):
             self.meet_class(value)
+            if is_watchable(value):
+                self._classes.add(value)  # code may make objects of it
         elif isinstance(value, ModuleType):
             if is_watchable_module(value):
                 self._name(value, label)
@@ -228,11 +262,14 @@ class ValueVisitor:
         self.meet_class(type(module))
 
     def _meet_items(self, value: Any, label: str) -> None:
-        if isinstance(value, BUFFERS):
+        is_array = isinstance(value, BUFFERS)
+        if is_array and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
             return
-        for item in list(items_of(value)):
+        for item in value.ravel().tolist() if is_array else list(items_of(value)):
+            if is_array and isinstance(item, CONTAINERS):  # of which the array shows no items
+                self.note(itself(item, f"{label}[…]"))
             self.meet(item, f"{label}[…]")
-        if type(value) not in CONTAINERS:
+        if not is_array and type(value) not in CONTAINERS:
             self._meet_object(value, label)
 
     def _meet_object(self, value: Any, label: str) -> None:
@@ -248,12 +285,16 @@ class ValueVisitor:
         for place in hidden_places(value, label):
             self.note(place)
             self.meet(place.read(), place.label)
+        weak = weak_place(value, label)
+        if weak is not None:
+            self.note(weak)
         for inner in hidden_values(value):
+            if weak is not None:
+                self.weakly_met.add(id(own_dictionary(inner)))
             self.meet(inner, label)
         if is_watchable(type(value)):
-            held = own_dictionary(value)
-            if id(held) not in self.made:
-                self.touched[id(value if held is None else held)] = value
+            if number_of(value) not in self.made:
+                self.touched[number_of(value)] = value
             self.meet_class(type(value))
             self._classes.add(type(value))
             if self.passes_by:
@@ -328,13 +369,20 @@ class ValueVisitor:
                 self.meet(place.read(), variable)
         for field in ("__code__", "__defaults__", "__kwdefaults__"):
             if getattr(function, field) is not None:
-                label = f"{field.strip('_')} of {name}"
-                self.note(Place(PlaceKind.FIELD, function, field, label, source))
-                self.meet(getattr(function, field), label)
+                self._note_field(function, field)
+
+    def _note_field(self, function: FunctionType, field: str) -> None:
+        label = f"{field.strip('_')} of {function.__qualname__}"
+        source = where_defined(function.__code__)
+        self.note(Place(PlaceKind.FIELD, function, field, label, source))
+        self.meet(getattr(function, field), label)
 
     def note_named(self, holder: Any, label: str, names: set[str] | frozenset[str]) -> None:
         """Note those attributes of a class, a module or a function that code may read by name."""
         known = set(vars(holder))
+        if isinstance(holder, FunctionType):
+            for field in sorted(_TOLD_BY_FUNCTIONS & names):
+                self._note_field(holder, field)
         if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself
             for kind in filter(is_watchable, (*holder.__mro__[1:], *type.mro(type(holder)))):
                 known |= vars(kind).keys()

@@ -36,7 +36,7 @@ from graphsplit.guards.values import (
 from graphsplit.planning.python_values import OF_VALUES, can_be_written
 from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
-from graphsplit.torch_ext.attributes import writes_of
+from graphsplit.torch_ext.attributes import BUFFERS, writes_of
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
@@ -113,7 +113,7 @@ class PlainState:
                 for name, value in now.items()
                 if places[name] in _changed
             },
-            "gone": [n for n in first if _key(n) not in there.get(_holder_of(n), (_key(n),))],
+            "gone": [n for n in first if _is_gone(_key(n), there.get(_holder_of(n)))],
             "unsaved": unsaved,
             "requires_grad": {n: m for n, m in marks.items() if self._first_marks.get(n) != m},
         }
@@ -138,7 +138,8 @@ class PlainState:
             for name, value in below.get(path, ()):
                 there = held.get(name, MISSING)
                 hidden = getattr_static(kind, name, None) if there is MISSING else there
-                if self._is_saved(name, hidden) and not same(value, there):
+                is_buffer = name in held.get(BUFFERS, ())  # which is kept as such
+                if self._is_saved(name, hidden) and not (is_buffer or same(value, there)):
                     held[name] = put_into(value, there, as_written=True)
                     changed.append(f"{path}.{name}")
         marks = {**self._first_marks, **(saved.get("requires_grad") or {})}
@@ -290,6 +291,11 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _holder_of(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _is_gone(key: str, held: Mapping[str, Any] | None) -> bool:
+    """Whether an object has no such attribute any more; a buffer may have taken its place."""
+    return held is not None and key not in held and key not in held.get(BUFFERS, ())
 
 
 def _key(name: str) -> str:

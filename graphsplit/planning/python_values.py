@@ -16,10 +16,11 @@ from torch import nn
 
 from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import names_in, with_lost, with_names, with_stand_ins
+from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.capture.state.older_values import kept_places, settle_older
 from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
-from graphsplit.guards.changes import latest
+from graphsplit.guards.changes import holds, latest
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import (
@@ -97,6 +98,7 @@ class PythonValues:
         self._num_losses = 1
         self._shown: list[tuple[Place, Any, Any]] = []
         self.built: PlainContents | None = None
+        self._of_call: Values = {}  # what ``before_call`` gave last
 
     def note_loss(self) -> None:
         """Note the loss that the script has given."""
@@ -115,6 +117,7 @@ class PythonValues:
             known = self._known.get(place.identity)
             if known is None:
                 new.append(place.identity)
+                self._of_call[place.identity] = value
                 self._known[place.identity] = _Known(
                     place, self._first(value, is_whole), numbers.get(id(loss_fn), -1), is_whole
                 )
@@ -138,6 +141,17 @@ class PythonValues:
                 if place is not None and place.identity == key:
                     first = self._first(freeze(then), known.is_whole)
                     self._known[key] = replace(known, first=first)
+
+    def before_call(self, *, is_step: bool) -> tuple[Values, Numbers]:
+        """As ``now``; what the call is the first to read is added later, with what it finds there.
+
+        Args:
+            is_step: Whether it is a call of one step: else callbacks may change something on the
+                way, and nothing is added.
+        """
+        found = self.now()
+        self._of_call = found[0] if is_step else {}
+        return found
 
     def now(self) -> tuple[Values, Numbers]:
         """The snapshots of all places' present values, and the numbers of tensors in there."""
@@ -220,6 +234,8 @@ class PythonValues:
             if not _is_kept(frozen) or again is None or again.identity != key:
                 if is_as_read or not known.is_whole:
                     continue
+                if holds(value, lambda leaf: isinstance(leaf, KeptValue)):
+                    continue  # an object that forward makes each time, with tensors nobody reads
                 raise StateError(
                     f"{place.label} has changed from {shown(known.first)} to {shown(value)}, which "
                     f"a snapshot cannot hold\n  {place.source}\n"
@@ -241,7 +257,7 @@ class PythonValues:
         self.note()
         apart = self.apart()
         values = {
-            key: known.first
+            key: latest(known.first)
             for key, known in self._known.items()
             if key not in apart and known.first is not _UNKNOWN
         }

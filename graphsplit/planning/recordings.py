@@ -262,7 +262,7 @@ class Recordings:
         if not former:
             return ""
         if not self._of_step(mode, signature):
-            return "the batch has other shapes or dtypes"
+            return signature.difference(former[0].signature)
         changed = self.changed(mode, signature)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         return f"{changed[0]}{more}" if changed else "what is trained, or the loss, is another"

@@ -118,6 +118,14 @@ def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def refill(table: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Give a module's table these entries, in their order; the names of scripted ones are fixed."""
+    if isinstance(table, dict):
+        table.clear()
+    for name, value in entries.items():
+        table[name] = value
+
+
 def writes_of(tensor: torch.Tensor) -> int:
     """How often a tensor's memory was written to."""
     return tensor._version

@@ -133,3 +133,12 @@ def test_a_norm_that_asks_for_its_counter_fails_as_others_do() -> None:
     found = own_error(network, network.__call__, ((x,), {}), caught.value)
     assert found is not None
     assert found.text.startswith("ValueError: Expected more than 1 value per channel")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_beside_a_scripted_module_the_own_error_leads() -> None:
+    """The tables of a scripted module are TorchScript's, not dictionaries."""
+    scripted: nn.Module = torch.jit.script(nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    network = nn.Sequential(scripted, nn.Linear(5, 3))
+    with pytest.raises(CaptureError, match=r"mat1 and mat2 shapes cannot be multiplied"):
+        captured(network, torch.randn(8, 4))

@@ -208,3 +208,83 @@ def test_a_sparse_buffer_is_refused_and_its_parts_are_captured(layout: torch.lay
 
 def _built(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, (2, 2))
+
+
+def swapped(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    net.fc, net.other = net.other, net.fc
+    return net.other(net.fc(x)).sum()
+
+
+def exchanged(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    fc, other = net.fc, net.other
+    fc.weight, other.weight = other.weight, fc.weight
+    return net.other(net.fc(x)).sum()
+
+
+def tied(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    net.other.weight = net.fc.weight
+    return net.other(net.fc(x)).sum()
+
+
+def turned(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    held = net.parts
+    held[0], held[1] = held[1], held[0]
+    return held[1](held[0](x)).sum()
+
+
+def wrapped(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    net.act = nn.Sequential(net.act, nn.Tanh())
+    return net.act(net.fc(x)).sum()
+
+
+def turned_without_parameters(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    net.act, net.last = net.last, net.act
+    return net.act(net.fc(x)).sum()
+
+
+def taken_out(net: Runs, x: torch.Tensor) -> torch.Tensor:
+    del net.parts[1]
+    return net.parts[0](x).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "offset"),
+    [
+        (swapped, "fc", 1),
+        (exchanged, "fc.weight", 2),
+        (tied, "other.weight", 1),
+        (turned, "parts.0", 2),
+        (wrapped, "act", 1),
+        (turned_without_parameters, "act", 1),
+        (taken_out, "parts.1", None),
+    ],
+)
+def test_other_parameters_in_a_place_are_refused_with_the_line_that_puts_them_there(
+    function: Any, name: str, offset: int | None
+) -> None:
+    net = Runs(function)
+    net.other, net.act, net.last = nn.Linear(4, 4), nn.Tanh(), nn.ReLU()
+    net.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(
+        CaptureError, match=rf"puts another module or parameter into {name};(.|\n)*Fix"
+    ) as caught:
+        captured(net, X)
+    if offset is not None:
+        assert line_of(function, offset) in str(caught.value)
+
+
+def test_new_modules_without_parameters_may_take_a_place() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        net.act = nn.Tanh()
+        return net.act(net.fc(x)).sum()
+
+    captured(Runs(run), X)
+
+
+def test_a_module_may_get_one_name_more() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        net.active = net.fc
+        net.all = nn.Sequential(net.fc, nn.Tanh())
+        return net.all(net.active(x)).sum()
+
+    captured(Runs(run), X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 from graphsplit.capture.reach.plain import SharedValues
@@ -24,3 +25,17 @@ def test_what_the_reader_does_not_reach_does_not_count() -> None:
     loader.count = 1
 
     assert shared.changed() == []
+
+
+def test_what_it_has_seen_in_a_list_may_go() -> None:
+    """A weak registry that forward asks loses its entry, as in the plain loop."""
+    listeners = [Changed()]
+    shared = SharedValues((SimpleNamespace(held=listeners),), (SimpleNamespace(held=listeners),))
+    gone = weakref.ref(listeners.pop())
+
+    assert gone() is None
+    assert shared.changed()
+
+
+class Changed:
+    """A listener."""

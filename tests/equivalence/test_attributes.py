@@ -289,3 +289,28 @@ def test_a_module_may_have_its_own_way_to_read_attributes(microbatches: int) -> 
         net.half = 1.0 + step
 
     compare(WithOwnWay, change, microbatches=microbatches)
+
+
+class Choosing(Base):
+    """Keeps the head that it chose under another name, as a script may read it between steps."""
+
+    def __init__(self, active: Any) -> None:
+        super().__init__()
+        self.other, self.active, self.task = nn.Linear(4, 4), active, "second"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.active = None if self.task == "" else getattr(self, self.task)
+        head = self.second if self.active is None else self.active
+        made: torch.Tensor = head(self.first(x))
+        return made
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*each value takes one of its own")
+@pytest.mark.parametrize("active", [None, nn.Identity()], ids=["None", "a module"])
+def test_forward_may_give_a_module_one_name_more(active: Any, microbatches: int) -> None:
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        assert step == 0 or net.active is getattr(net, net.task, None)
+        net.task = ["second", "other", "second", ""][step % 4]
+
+    compare(partial(Choosing, active), change, microbatches=microbatches)

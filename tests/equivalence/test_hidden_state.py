@@ -204,3 +204,27 @@ def test_a_hidden_state_with_a_history_is_refused() -> None:
 @pytest.mark.parametrize("make", [InTuple, Shared])
 def test_two_tensors_are_kept_in_one_attribute_or_begin_as_one(make: Callable[[], Cell]) -> None:
     trained(make)
+
+
+class InObject(Cell):
+    """Keeps what it reads in an object that it makes."""
+
+    class State:
+        """Of one call."""
+
+        def __init__(self, h: torch.Tensor) -> None:
+            self.h = h
+
+    def __init__(self) -> None:
+        super().__init__(is_buffer=False)
+        self.state: InObject.State | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.w(x) if self.state is None else self.w(x) + self.u(self.state.h)
+        self.state = self.State(h.detach().mean(0, keepdim=True))
+        return h
+
+
+def test_a_hidden_state_in_an_object_of_forwards_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"changes net\.state at every call"):
+        trained(InObject)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -489,6 +491,42 @@ def test_a_view_of_a_parameter_is_not_kept() -> None:
             loss_fn=rows_against_target,
             plan_everywhere=True,
         )
+
+
+@dataclass
+class Holder:
+    value: torch.Tensor
+
+
+class LeavesObject(Net):
+    """An object with a tensor that no step reads, and a parameter: only the script could."""
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        self.left = SimpleNamespace(all=[Holder(h), Holder(h + 1)], bias=Holder(self.first.bias))
+        return h
+
+
+def test_a_tensor_in_an_object_that_forward_leaves_is_not_missed_without_a_word() -> None:
+    found: list[Any] = []
+
+    def look(step: int, net: Any, loss_fn: Any) -> None:
+        if step:
+            assert net.left.bias.value is net.first.bias
+            found.extend(one.value for one in net.left.all)
+
+    assert_same_bits(
+        LeavesObject,
+        batches_of(4, 3, num=2),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        before_step=look,
+        plan_everywhere=True,
+    )
+    kept = [value for value in found if isinstance(value, StandIn)]
+    assert len({id(value) for value in kept}) == 4  # two workers
+    with pytest.raises(OwnershipError, match="stands in an object that forward makes"):
+        float(kept[-1].sum())
 
 
 class LeavesViews(Net):

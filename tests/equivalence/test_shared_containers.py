@@ -14,6 +14,7 @@ from equivalence_helpers import batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
+from graphsplit.errors import CaptureError
 from graphsplit.planning.python_values import can_be_written
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -113,6 +114,25 @@ def _holding_themselves() -> tuple[Any, Any]:
     return SimpleNamespace(held=x), SimpleNamespace(held=y)
 
 
+class _State:
+    def __init__(self, shared: list[float]) -> None:
+        self.calls, self.seen, self.shared = 0.0, [1.0], shared
+
+
+def _makes_an_object(net: Any, h: torch.Tensor) -> torch.Tensor:
+    if net.x is None:
+        net.x = _State(net.y)
+    net.x.calls += 0.5
+    net.x.seen.append(net.x.calls)
+    net.x.shared[0] += 0.25
+    return h * (net.x.calls + sum(net.x.seen) + sum(net.y))
+
+
+def _lets_go_of_it(step: int, net: Any) -> None:
+    if step % 2 == 0:
+        net.x, net.y[0] = None, 1.0
+
+
 def _nothing(step: int, net: Any) -> None:
     pass
 
@@ -127,6 +147,11 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
     "parted by forward": (_parts, _nothing, lambda: ([one := [1.0], one])),
     "other keys": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
     "other keys of microbatches": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
+    "in an object that forward makes": (_makes_an_object, _lets_go_of_it, lambda: (None, [1.0])),
+    "in an object that microbatches make": (
+        *(_makes_an_object, _lets_go_of_it),
+        lambda: (None, [1.0]),
+    ),
     "in itself": (_in_itself, _writes_in_itself, _holding_themselves),
 }
 
@@ -134,7 +159,10 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
 @pytest.mark.filterwarnings("ignore:network or loss reads")
 @pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 6, strict=False)))
 def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
-    forward, script, containers = CASES[case]
+    _follows(*CASES[case], microbatches)
+
+
+def _follows(forward: Forward, script: Script, containers: Any, microbatches: int = 1) -> None:
     assert_same_bits(
         lambda: Holds(forward, *containers()),
         batches_of(8, 8),
@@ -146,6 +174,24 @@ def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
         before_step=lambda step, net, loss_fn: script(step, net),
         plan_everywhere=True,
     )
+
+
+def _makes_an_error(net: Any, h: torch.Tensor) -> torch.Tensor:
+    if net.x is None:
+        net.x = _Count()
+    net.x.calls += 1
+    return h * net.x.calls
+
+
+class _Count(Exception):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+def test_an_object_that_cannot_be_made_again_is_refused_once_it_has_changed() -> None:
+    with pytest.raises(CaptureError, match=r"for net\.x, which was changed since"):
+        _follows(_makes_an_error, _lets_go_of_it, lambda: (None, [1.0]))
 
 
 def test_what_holds_itself_cannot_be_written() -> None:

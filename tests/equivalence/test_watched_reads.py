@@ -20,10 +20,10 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import networkx
 import numpy as np
@@ -197,6 +197,35 @@ def _weak() -> tuple[Weigh, SetWeight]:
     one = Holder()
     reference = weakref.ref(one)
     return _attribute(one, lambda: reference().weight)  # type: ignore[union-attr]
+
+
+def _gone(refer: Callable[[Any], Callable[[], Any]]) -> tuple[Weigh, SetWeight]:
+    held = [Holder()]
+    held[0].weight = 1.5
+    find = refer(held[0])
+
+    def weigh() -> Any:
+        found = find()
+        return 1.0 if found is None else found.weight
+
+    def let_go(value: float) -> None:
+        if value < 3:
+            held[0].weight = value
+        else:
+            held.clear()
+            assert find() is None  # nobody else holds it, as in the plain loop
+
+    return weigh, let_go
+
+
+def _in_weak_values(one: Any) -> Callable[[], Any]:
+    found = weakref.WeakValueDictionary({"one": one})
+    return lambda: found.get("one")
+
+
+def _in_weak_set(one: Any) -> Callable[[], Any]:
+    found = weakref.WeakSet([one])
+    return lambda: next((known for known in found), None)
 
 
 def _copied(one: Any, copied: Callable[[Any], Any]) -> tuple[Weigh, SetWeight]:
@@ -479,6 +508,24 @@ def _annotated() -> tuple[Weigh, SetWeight]:
     return lambda: float(len(Fields.__annotations__)), write
 
 
+def _text_of_function() -> tuple[Weigh, SetWeight]:
+    def function() -> None:
+        """1.0"""
+
+    return (
+        lambda: float(function.__doc__ or 0.0),
+        lambda value: setattr(function, "__doc__", str(value)),
+    )
+
+
+def _annotated_function() -> tuple[Weigh, SetWeight]:
+    def function() -> None: ...
+
+    held = function.__annotations__
+    held["weight"] = 1.0
+    return lambda: function.__annotations__["weight"], lambda value: held.update(weight=value)
+
+
 class Dotted(dict[str, Any]):
     __getattr__ = dict.get
     __setattr__ = dict.__setitem__  # type: ignore[assignment]
@@ -489,7 +536,62 @@ def _dotted() -> tuple[Weigh, SetWeight]:
     return lambda: held.weight * 1.0, lambda value: held.update(weight=value)
 
 
+def _among_all(ask: Callable[[Any], Iterable[Any]]) -> tuple[Weigh, SetWeight]:
+    held = Holder()
+    held.first = 1.0
+
+    def write(value: float) -> None:
+        setattr(held, f"later{value:.0f}", value)
+
+    return lambda: float(len([*ask(held)])), write
+
+
+def _bounded() -> tuple[Weigh, SetWeight]:
+    held = Holder()
+    held.last = collections.deque([1.0], maxlen=1)
+
+    def write(value: float) -> None:
+        held.last = collections.deque([1.0], maxlen=int(value))
+
+    return lambda: float(held.last.maxlen or 0), write
+
+
+def _record() -> tuple[Weigh, SetWeight]:
+    table = np.array([(1.0, 2)], dtype=[("weight", "f8"), ("count", "i4")])
+    record = table[0]
+    return lambda: float(record["weight"]), lambda value: table["weight"].fill(value)
+
+
+def _object_in_array() -> tuple[Weigh, SetWeight]:
+    table = np.array([Holder(), None], dtype=object)
+    table[0].weight = 1.0
+    return lambda: float(table[0].weight), lambda value: setattr(table[0], "weight", value)
+
+
+def _dictionary_in_array() -> tuple[Weigh, SetWeight]:
+    table = np.array([{"weight": 1.0}, None], dtype=object)
+    return lambda: float(table[0]["weight"]), lambda value: table[0].update(weight=value)
+
+
+def _hints() -> tuple[Weigh, SetWeight]:
+    def annotated(value: float) -> None: ...
+
+    def write(value: float) -> None:
+        annotated.__annotations__ = {"value": Literal[value]}
+
+    write(1.0)
+    return lambda: float(get_args(get_type_hints(annotated)["value"])[0]), write
+
+
 WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
+    "object in an array": _object_in_array,
+    "dictionary in an array": _dictionary_in_array,
+    "hints of types": _hints,
+    "record of an array": _record,
+    "attributes that appear in vars()": lambda: _among_all(lambda held: vars(held).values()),
+    "attributes that appear in dir()": lambda: _among_all(dir),
+    "attributes that appear in a copy": lambda: _among_all(lambda held: vars(copy.copy(held))),
+    "bound of a deque": _bounded,
     "computed name of a module": lambda: _computed_name(settings),
     "computed name of a class": lambda: _computed_name(Holder),
     "globals()": lambda: _attribute(sys.modules[__name__], lambda: globals()["OWN"], "OWN"),
@@ -521,6 +623,9 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "precision of decimals": _decimals,
     "thread local": _thread,
     "weak reference": _weak,
+    "weak reference whose object is gone": lambda: _gone(weakref.ref),
+    "weak values whose object is gone": lambda: _gone(_in_weak_values),
+    "weak set whose object is gone": lambda: _gone(_in_weak_set),
     "shallow copy": lambda: _copied(Holder(), copy.copy),
     "deep copy": lambda: _copied(Holder(), copy.deepcopy),
     "number with an attribute": _number_with_attribute,
@@ -556,6 +661,8 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "special method that a class gets": _class_gets_method,
     "property that a class gets": _class_gets_property,
     "annotations": _annotated,
+    "annotations of a function": _annotated_function,
+    "text of a function": _text_of_function,
     "dictionary that has all attributes": _dotted,
     "cache that lets go of results": _let_go,
     "cache without a bound": lambda: _cached(maxsize=None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +16,17 @@ from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import any_leaf, freeze, is_plain
 from graphsplit.torch_ext.attributes import BUFFERS, is_of_user
 from graphsplit.torch_ext.steering import let_steer
+
+_MOST_KEPT = 32
+
+
+class RecentGraphs(dict[Any, CapturedGraph]):
+    """Graphs by what they were captured of: the newest ones, for all slow down the next capture."""
+
+    def __setitem__(self, key: Any, graph: CapturedGraph) -> None:
+        super().__setitem__(key, graph)
+        if len(self) > _MOST_KEPT:
+            del self[next(iter(self))]
 
 
 def plain_attributes(root: nn.Module) -> str:

@@ -52,7 +52,13 @@ from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.metrics import Metric
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.wait import Wait, WaitPolicy
-from simulated.captures import is_of_one_network, keeps_tensors, plain_attributes, state_of_copy
+from simulated.captures import (
+    RecentGraphs,
+    is_of_one_network,
+    keeps_tensors,
+    plain_attributes,
+    state_of_copy,
+)
 from simulated.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
@@ -67,7 +73,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[object, ...], CapturedGraph] = {}
+        self._graphs = RecentGraphs()
 
     def graph(
         self, task: Task, mode: Mode, signature: Signature, lift: tuple[Place, ...] = ()
@@ -460,7 +466,7 @@ class SimulatedCluster:
 
     def owner_of(self, name: str) -> SimulatedWorker:
         """The worker that owns a parameter or buffer; any, before the first plan."""
-        return self.workers[self.workers[0].planner.owners.get(name, 0)]
+        return self.workers[self.workers[0].planner.known_owners().get(name, 0)]
 
     def run(self, call: Callable[[SimulatedWorker], T]) -> list[T]:
         """Let every worker make a call; returns what each gets."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +158,13 @@ class DynamicSizes:
         made_of, asked = tuple(lifted.symbols), tuple(lifted.questions)
         holds_if = tuple(conditions), tuple(questions)
         return cls(inputs, ranges, replaced, *holds_if, made_of, asked, numbers)
+
+    def and_numbers(self, expressions: Mapping[str, Any]) -> DynamicSizes:
+        """With further numbers, by name: those that follow from what a batch binds."""
+        known = {*self.ranges, *self.lifted, *(one for one, _ in self.replaced)}
+        found = ((name, one) for name, one in expressions.items() if _symbols(one))
+        more: list[Any] = [(name, one, (), {}) for name, one in found if known >= _symbols(one)]
+        return replace(self, numbers=(*self.numbers, *more))
 
     def bind(self, leaves: Sequence[Any], lifted: Sequence[Any] = ()) -> Symbols | None:
         """The symbols' values for a batch; None if the graph does not hold for it.

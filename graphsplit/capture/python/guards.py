@@ -23,6 +23,7 @@ from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.handed import Handed
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
+from graphsplit.capture.state.moved_parameters import ModulesStay
 from graphsplit.capture.state.older_values import NOTHING_RENEWED, Renewed
 from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
@@ -54,7 +55,6 @@ from graphsplit.torch_ext.attributes import (
     CALL,
     FORWARD_HOOKS,
     TABLES,
-    parameters_of,
     storage_of,
 )
 from graphsplit.torch_ext.eager_mode import compiled_branches
@@ -124,7 +124,6 @@ class StateWatch:
         self.replaced: list[Key] = []
         self._lifted = Lifted()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._parameters: dict[int, dict[str, Any]] = {}
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
     def follow_all(self) -> bool:
@@ -182,8 +181,8 @@ class StateWatch:
         self._is_paused = is_paused = _in_thread(thread, is_paused)
         self._kept = KeptTensors(root)
         self._recorder = ReadRecorder(root, label_of_path, is_paused, self._kept.real_of)
+        self._kept.has_made = self._recorder.has_made
         self._before = [(module, dict(vars(module))) for module in root.modules()]
-        self._parameters = {id(m): dict(parameters_of(m)) for m in root.modules()}
         self._tensors = tensors_of(root.modules())
         check_classes(
             (f"{label_of_path(path)}.{name}", tensor)
@@ -199,9 +198,9 @@ class StateWatch:
         Args:
             assigned: Copies what code keeps in Python into buffers; None: it is not copied.
         """
-        recorder = self._recorder
-        assert recorder is not None
+        recorder = self._begun()
         marks = TrainedMarks(self._root, label_of_path, self._is_paused)
+        stay = ModulesStay(self._root, label_of_path)
         modules, keys = {id(m): m for m in self._root.modules()}, self._followed()
         apart, has_ended = numbers_apart(modules, self._tensors, keys), False
         with apart, lifted_in_place(self._lift) as lifted, computed_with(lifted):
@@ -212,11 +211,11 @@ class StateWatch:
                 with identities.as_keys():
                     self._kept.bring_in()
                 self._kept.leave_out(tensor for tensor, _ in lifted.tensors.values())
-                for place in lifted.places:
-                    recorder.note_lifted(place)
+                recorder.note_lifted(lifted.places)
                 run_again, iterators = RunAgain(recorder), KeptIterators(recorder.unseen)
                 recorder.on_first = iterators.note
                 with (
+                    iterators,
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
                     marks.seen(),
@@ -225,11 +224,11 @@ class StateWatch:
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),
+                    stay.seen(),
                 ):
                     self._meet(recorder, modules.values())
                     yield
                 run_again.check()
-                iterators.check()
                 if assigned is not None:
                     self._kept.settle(recorder.noted, assigned, hands_out=self._hands_out)
                 has_ended = True
@@ -244,15 +243,19 @@ class StateWatch:
                 try:
                     recorder.note_unseen()
                     self.replaced = _replaced(recorder.noted.values(), lifted)
-                    left = changes_of(recorder.noted, computed)
+                    left = changes_of(recorder.noted, computed, recorder.has_made)
                     reforms = self._kept.changes(label_of_path)
-                    self._changes = (*left, *marks.changes(), *reforms)
+                    self._changes = (*left, *marks.changes(), *stay.changes(), *reforms)
                 except CaptureError:
                     if has_ended:  # else the code has raised an error itself
                         raise
                 finally:
                     self._kept.put_back()
         self._lifted = lifted
+
+    def _begun(self) -> ReadRecorder:
+        assert self._recorder is not None
+        return self._recorder
 
     def _meet(self, recorder: ReadRecorder, modules: Iterable[nn.Module]) -> None:
         for module in modules:
@@ -317,12 +320,8 @@ class StateWatch:
         Args:
             of_calls: Modules that calls kept whole use: their code runs at each step, but on the
                 parameters that were found when it was captured.
-
-        Raises:
-            CaptureError: Forward has replaced a parameter.
         """
-        recorder = self._recorder
-        assert recorder is not None
+        recorder = self._begun()
         free = {place.identity for place in self._lifted.places}
         watched = [
             _watched(noted, has_symbols=bool(free))
@@ -334,7 +333,6 @@ class StateWatch:
         modules = [one for one in recorder.touched.values() if isinstance(one, nn.Module)]
         for module in modules:
             _, path, label = recorder.tables[id(vars(module))]
-            self._check_parameters(module, label)
             watched += _structure(module, label, path)
         watched += _methods({type(module): None for module in modules})
         names = recorder.names | names_used_by(map(type, modules))
@@ -345,27 +343,19 @@ class StateWatch:
         ]
         forget_fake_tensors()
         watched += [
-            Watched(place, place.read(), is_structure=True) for place in recorder.results_kept()
+            Watched(place, value, is_structure=True)
+            for place, value in (*recorder.results_kept(), *recorder.of_names.values())
         ]
         guards = Guards(
             watched,
             tensors=tuple(recorder.tensors.values()),
-            types=recorder.touched,
+            types={n: v for n, v in recorder.touched.items() if n not in recorder.weakly_met},
             lifted=self._lifted.places,
             with_switches=True,
         )
+        recorder.let_go()
         handed = tuple(replace(one, value=None) for one in self._kept.handed)
         return PythonState(guards, self._changes, self._lifted, handed, self._kept.renewed)
-
-    def _check_parameters(self, module: nn.Module, label: str) -> None:
-        before = self._parameters.get(id(module), parameters_of(module))
-        for name, now in parameters_of(module).items():
-            if name not in before or before[name] is not now:
-                raise CaptureError(
-                    f"forward puts another parameter into {label}.{name}; nobody would train it\n"
-                    f"  Fix: change the parameter in place under torch.no_grad(), or replace it "
-                    f"between two steps."
-                )
 
 
 def _replaced(noted: Iterable[Noted], lifted: Lifted) -> list[Key]:

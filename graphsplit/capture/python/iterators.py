@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.errors import CaptureError
 from graphsplit.guards.classes import is_watchable
@@ -25,8 +26,15 @@ _MAX_DEPTH = 3
 _OF_NUMPY = (np.random.BitGenerator, np.random.Generator, np.random.RandomState)
 
 
+class MovedOnError(CaptureError):
+    """Code has moved one on: run once more it may go another way, so that would tell nothing."""
+
+
 class KeptIterators:
     """Those in the places that code reads, each with its state when it was read first.
+
+    At the end of a ``with`` block it is an error if one has moved on. NumPy's generators are put
+    back in any case: where the block ends in another error, the code runs again.
 
     Args:
         unseen: Gives a block inside which reads are not noted.
@@ -50,18 +58,24 @@ class KeptIterators:
 
         any_leaf(first, note)
 
-    def check(self) -> None:
-        """Raise ``CaptureError`` if one of them has moved on."""
-        for value, state, place in self._kept.values():
-            if _state_of(value) != state:
-                what = "an iterator" if isinstance(value, Iterator) else "a NumPy generator"
-                raise CaptureError(
-                    f"forward or the loss uses {place.label}, {what} that was there before"
-                    f" ({type(value).__name__}); the captured graph would keep what it got, "
-                    f"at every step\n  {place.source}\n"
-                    f"  Fix: draw with torch from the default generator, hand the item in with the "
-                    f"batch, or keep the module or function that does it whole, with gs.opaque."
-                )
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        moved = [kept for kept in self._kept.values() if _state_of(kept[0]) != kept[1]]
+        for value, state, _ in moved:
+            if isinstance(value, _OF_NUMPY):
+                _holder_of(value).hold(state)
+        if moved and kind is None:
+            value, _, place = moved[0]
+            what = "an iterator" if isinstance(value, Iterator) else "a NumPy generator"
+            raise MovedOnError(
+                f"forward or the loss uses {place.label}, {what} that was there before"
+                f" ({type(value).__name__}); the captured graph would keep what it got, "
+                f"at every step\n  {place.source}\n"
+                f"  Fix: draw with torch from the default generator, hand the item in with the "
+                f"batch, or keep the module or function that does it whole, with gs.opaque."
+            )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,13 +90,17 @@ def _state_of(value: Any) -> Any:
     A generator that has begun says nothing; `graphsplit.capture.python.outside_reads` sees it go
     on.
     """
-    if isinstance(value, np.random.BitGenerator):
-        value = np.random.Generator(value)
     if isinstance(value, _OF_NUMPY):
-        return holders((value,))[0][0].held()
+        return _holder_of(value).held()
     if isinstance(value, GeneratorType):
         return inspect.getgeneratorstate(value)
     return _position(value, _MAX_DEPTH)
+
+
+def _holder_of(generator: Any) -> Holder:
+    if isinstance(generator, np.random.BitGenerator):
+        generator = np.random.Generator(generator)
+    return holders((generator,))[0][0]
 
 
 def _position(iterator: Any, depth: int) -> str | None:

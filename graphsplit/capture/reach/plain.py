@@ -43,6 +43,13 @@ class _PlainWalk(Walk):
     most = _MOST
     is_open = is_ours = False
 
+    def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
+        """As every walk, but what was found holds on to nothing that the script may let go of."""
+        found = super().run(roots)
+        for holder in found[0]:
+            holder.forget()
+        return found
+
     def _push(self, value: Any, name: str) -> None:
         if not _is_of_tensors(value) and not isinstance(value, _OPAQUE):
             super()._push(value, name)

@@ -36,6 +36,7 @@ from graphsplit.torch_ext.attributes import (
     form_in,
     name_of_form,
     parameters_of,
+    refill,
     storage_of,
 )
 
@@ -111,7 +112,7 @@ class AssignedBuffers:
         finally:
             for module, (buffers, not_saved) in self._before.items():
                 if any(self._changes_of(module)):
-                    _let_hold(buffers_of(module), buffers)
+                    refill(buffers_of(module), buffers)
                     vars(module)[NOT_SAVED] = not_saved
 
     def _changes_of(self, module: nn.Module) -> Iterator[Assigned]:
@@ -233,11 +234,6 @@ def _look(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-
-
-def _let_hold(table: dict[str, Any], before: dict[str, Any]) -> None:
-    table.clear()
-    table.update(before)
 
 
 def _overlap(one: Any, other: torch.Tensor) -> bool:

@@ -19,15 +19,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
-from graphsplit.capture.state.handed import Handed, labelled_leaves, put_leaves, swap
+from graphsplit.capture.state.handed import (
+    Handed,
+    labelled_leaves,
+    put_leaves,
+    swap,
+    tensors_in_objects,
+)
 from graphsplit.capture.state.kept_value import (
     KeptValue,
+    may_be_a_buffer,
     refuse_moved,
     refuse_other,
     shares_memory,
@@ -36,13 +44,7 @@ from graphsplit.capture.state.older_values import Renewed, kept_places, stand_in
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, change_of, latest, put_all_back
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import (
-    MISSING,
-    any_leaf,
-    freeze,
-    put_back,
-    with_leaves,
-)
+from graphsplit.guards.values import MISSING, any_leaf, freeze, put_back, with_leaves
 from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import (
     BufferForm,
@@ -56,6 +58,7 @@ from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 
 KEPT = "kept "
+_LAST = "is that of the latest call"
 # Buffers that are nobody's but the network's, by identity.
 _own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -145,11 +148,15 @@ class KeptTensors:
 
     Args:
         root: Holds the network and the loss.
+
+    Attributes:
+        has_made: Whether the code has made an object.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._network: nn.Module = getattr(root, "network", root)
+        self.has_made: Callable[[Any], bool] = lambda one: False
         self._state = named_tensors(root)
         self._buffers = [
             (module, name, buffer)
@@ -236,10 +243,7 @@ class KeptTensors:
             raise KeepsTensorsError(wanted, unknown, shared, forms)
         self._reforms = reforms
         buffers = buffers_of(self._network)
-        final: dict[int, Any] = {
-            id(item.value): self._without_buffer(item.label, "is that of the latest call")
-            for item in to_hand
-        }
+        final: dict[int, Any] = {id(i.value): self._without_buffer(i.label, _LAST) for i in to_hand}
         for item in left:
             name = names.get(id(item.value))
             if name is not None:
@@ -252,6 +256,7 @@ class KeptTensors:
             else:
                 final[id(item.value)] = self.real_of(item.value)
         self.handed = [Handed(i.place, final[id(i.value)], i.value) for i in to_hand]
+        self.handed += self._in_objects(noted.values(), hands_out=hands_out)
         known = kept_places.setdefault(self._network, {}) if places else {}
         for identity, one in places.items():
             known[identity] = one.place
@@ -259,6 +264,12 @@ class KeptTensors:
             put_leaves(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
         if not hands_out:
             self.renewed = self._renewed(places, left, names)
+
+    def _in_objects(self, noted: Iterable[Noted], *, hands_out: bool) -> list[Handed]:
+        why = _LAST if hands_out else "stands in an object that forward makes"
+        stand_in = partial(self._without_buffer, why=why)
+        found = tensors_in_objects(noted, self.has_made, self.real_of, stand_in)
+        return found if hands_out else []
 
     def _renewed(
         self, places: Mapping[Any, Noted], left: list[_Left], names: Mapping[int, str]
@@ -455,21 +466,6 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
         return {}
     leaf, label, place = next(iter(found.values()))
     return {_name_of(label, leaf): _Wanted(leaf, place, label, leaf, is_itself=True)}
-
-
-def may_be_a_buffer(old: Any, place: Place) -> bool:
-    """Whether an attribute of a module, with its tensor, is to become a buffer of that name."""
-    new = place.read()
-    return (
-        place.module is not None
-        and isinstance(old, torch.Tensor)
-        and not isinstance(old, KeptValue)  # another Model's, over a network that shares the module
-        and isinstance(new, torch.Tensor)
-        and new.layout is torch.strided
-        and shown_form(old) == shown_form(new)
-        and not old.requires_grad
-        and not new.requires_grad
-    )
 
 
 def _read_again(left: Iterable[_Left], places: Iterable[Noted]) -> list[_Left]:

@@ -15,7 +15,7 @@ import torch
 from graphsplit.errors import OwnershipError
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import Frozen, freeze, paired
-from graphsplit.torch_ext.attributes import storage_of
+from graphsplit.torch_ext.attributes import shown_form, storage_of
 from graphsplit.torch_ext.stand_ins import StandIn, without_memory
 
 _LABEL = "_graphsplit_label"
@@ -156,8 +156,8 @@ def refuse_other(value: KeptValue, label: str) -> None:
         raise OwnershipError(
             f"the tensor in {label} is kept with the network of another Model, whose steps use the "
             f"same object: a step of this Model cannot go on from it\n"
-            f"  Fix: make the object an nn.Module, and keep the tensor in a buffer of it "
-            f"(register_buffer): Models can share that. Or give each Model one of its own."
+            f"  Fix: keep the tensor in a buffer (register_buffer) of a module of both networks: "
+            f"Models can share that. Or give each Model an object of its own."
         ) from None
 
 
@@ -172,3 +172,18 @@ def _leaves(frozen: Any) -> Iterator[KeptValue]:
     elif isinstance(frozen, Frozen):
         for item in frozen.items:
             yield from _leaves(item)
+
+
+def may_be_a_buffer(old: Any, place: Place) -> bool:
+    """Whether an attribute of a module, with its tensor, is to become a buffer of that name."""
+    new = place.read()
+    return (
+        place.module is not None
+        and isinstance(old, torch.Tensor)
+        and not isinstance(old, KeptValue)  # another Model's, over a network that shares the module
+        and isinstance(new, torch.Tensor)
+        and new.layout is torch.strided
+        and shown_form(old) == shown_form(new)
+        and not old.requires_grad
+        and not new.requires_grad
+    )
