@@ -14,14 +14,17 @@ from torch.autograd import Function
 from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Arguments, leaves
 from graphsplit.capture.graph import Mode
+from graphsplit.capture.operations.shared_outputs import MemoryPart
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as
+from graphsplit.distribute.workers.twins import OUTPUT, Twin, sharing
 from graphsplit.errors import ConfigurationError, RaisedInEagerError
 from graphsplit.feeding.left_by_steps import note_left, share_left, share_written
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import StepPhase
 from graphsplit.planning.task import named_state
 from graphsplit.runtime.step_state import StepState
+from graphsplit.tensor_meta import DynamicSize
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pop_mode
 from graphsplit.train.asking import answered
 from graphsplit.train.cluster_engine import ClusterEngine
@@ -189,11 +192,33 @@ class Call:
             uses = self.plan.plan.gradient_uses
             for node, value in values.items():
                 value.goes_on = bool(uses.get(node))
+            self._note_apart(values, arguments, loop)
         outputs = unflatten_outputs(graph, values, arguments, self.plan.numbers)
         if graph.state.handed:
             outputs, left = outputs
             loop.left.put(graph.state.handed, left)
         return outputs
+
+    def _note_apart(
+        self, values: Mapping[int, LoopValue], arguments: Sequence[Any], loop: Loop
+    ) -> None:
+        """Take note of values with a history that in one process have the memory of another one."""
+        memories: dict[int, dict[int, MemoryPart]] = {}
+        for output in self.plan.plan.placed.graph.outputs:
+            part = output.part_with(self.plan.numbers)
+            if part is not None and output.node is not None and output.node in values:
+                memories.setdefault(part.memory, {})[output.node] = part
+        for parts in memories.values():
+            given = next(iter(parts.values())).input
+            found = {node: values[node].held for node in parts}
+            if given is None:
+                if any(value.requires_grad for value in found.values()):
+                    begins = [part.begin for part in parts.values()]
+                    for value in sharing(list(found.values()), begins):
+                        loop.twins.add(None, Twin(OUTPUT, value))
+            elif (base := arguments[given]).requires_grad:
+                for value in found.values():
+                    loop.twins.add(None, Twin.of_input(value, base))
 
     def give_later(self, gradients: Sequence[torch.Tensor | None], loop: Loop) -> dict[int, Any]:
         """Move what later uses of inputs gave to where its sum goes on; those that are here."""
@@ -230,9 +255,14 @@ class Call:
             value: torch.Tensor = made[node]
             return value
         meta = graph.nodes[node].meta
-        if meta is None or not all(isinstance(size, int) for size in meta.shape):
+        sizes: list[Any] = [
+            size.of(self.plan.numbers) if isinstance(size, DynamicSize) else size
+            for size in (() if meta is None else (*meta.shape, *meta.strides))
+        ]
+        if meta is None or None in sizes:
             raise ConfigurationError("forward returns a value whose shape depends on values")
-        return torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device="meta")
+        form = sizes[: len(meta.shape)], sizes[len(meta.shape) :]
+        return torch.empty_strided(*form, dtype=meta.dtype, device="meta")
 
 
 class _Called(Function):

@@ -21,10 +21,11 @@ from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.distribute.classes import made_by
 from graphsplit.distribute.copies import as_copies, check_current, make_copies, others_of
 from graphsplit.distribute.following.casts import casting_dtype, refuse_casts_beside_gpus
 from graphsplit.distribute.following.operands import taken_apart
-from graphsplit.distribute.given_buffers import take_over_given, watch_buffers
+from graphsplit.distribute.given_buffers import take_over_given, watch_tables
 from graphsplit.distribute.parameters import Gradients, mark_of
 from graphsplit.distribute.states import check_alike, state_of
 from graphsplit.distribute.steps import install
@@ -111,7 +112,7 @@ def distribute(
     _give_class(net, Distributed(task, job))
     install(net, Loop.of(job))
     watch_loaders(_has_others)
-    watch_buffers()
+    watch_tables()
     return net
 
 
@@ -124,7 +125,7 @@ def _check(net: Any) -> None:
     if not isinstance(net, nn.Module):
         raise ConfigurationError(
             f"distribute was given {described(net)}; expected a torch.nn.Module\n"
-            f"  Fix: pass the network itself, not what torch.compile made of it."
+            f"  Fix: pass the network itself, not a gs.Model or what torch.compile made of it."
         )
     if behind(net) is not None:
         raise ConfigurationError(
@@ -280,7 +281,7 @@ class Distributed:
         if runner in self._settled:
             return
         self._settled.add(runner)
-        self._take_note(self._tensors(), dict(self.calls.planner.owners))
+        self._take_note(self._tensors(), self.calls.planner.known_owners())
 
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         job, network = self._job, self.task.network
@@ -324,7 +325,7 @@ class Distributed:
         """A copy of the network, each tensor of which lives where the one before it does."""
         network: Any = self.task.network
         take_over_given(network, self._loop)
-        owners = self.calls.planner.owners
+        owners = self.calls.planner.known_owners()
         tensors = owned_state(self._tensors())
         with self._as_itself(), DisableTorchFunctionSubclass():
             for name, tensor in tensors.items() if owners else ():
@@ -377,7 +378,8 @@ def _give_class(network: Any, behind: Distributed) -> None:
     """Make a network one of a class of its own, which has the machinery: both live as long."""
     kind = type(network)
     space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _BEHIND: behind}
-    network.__class__ = type(kind.__name__, (_Calls, kind), {**space, "__doc__": kind.__doc__})
+    made = made_by(type(kind))
+    network.__class__ = made(kind.__name__, (_Calls, kind), {**space, "__doc__": kind.__doc__})
 
 
 class _Calls(nn.Module):
@@ -419,6 +421,10 @@ class _Calls(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigurationError(_COMPILED)
+
+    def __copy__(self) -> Any:
+        with self._graphsplit_behind._as_itself():
+            return copy.copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._graphsplit_behind.copy(memo)

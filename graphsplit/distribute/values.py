@@ -208,14 +208,14 @@ class LoopValue(torch.Tensor):
                 "data of a plain tensor, or of a network before its first call, was set to a "
                 "parameter or another value that lives on one worker and is held elsewhere too: in "
                 "one process both would have one memory from now on\n"
-                "  Fix: p.data.copy_(value)."
+                "  Fix: p.data.copy_(value), or nn.Parameter(value.clone()) for a new parameter."
             )
         kind = type(tensor)
 
         def mark() -> Any:  # where the tensor comes to live on one worker, others cannot tell
             return writes_of(tensor) if type(tensor) is kind else None
 
-        self.loop.twins.add(tensor, Twin("data", self.held, lambda _: False, mark))
+        self.loop.twins.add(tensor, Twin("data", self.held, mark=mark))
         return self.everywhere().clone()
 
     @property

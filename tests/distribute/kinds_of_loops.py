@@ -189,6 +189,9 @@ def masked(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         table = torch.arange(8.0)
         table[(probabilities > 0).sum()] = 1.0
         yield table, probabilities[probabilities > 0], table[probabilities.argmax(1)].tolist()
+        number = probabilities.sum()
+        number[number > 1] = number[number > 0] / 2
+        yield number, number[number < 0]
     yield net.state_dict()
 
 
@@ -413,7 +416,7 @@ def in_one_piece(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
 
 
 def renewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """Statistics of BatchNorm are other tensors now and then, as when weights were averaged."""
+    """Statistics of BatchNorm and weights are other tensors now and then, made of those before."""
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     net = distribute(placed(net, list(net), ranks))
     optimizer, norm = torch.optim.SGD(net.parameters(), lr=0.1), net[1]
@@ -424,7 +427,10 @@ def renewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         if step == 1:
             norm.running_mean = torch.zeros_like(norm.running_mean)
             norm.running_var = 0.9 * norm.running_var + 0.1
-            yield norm.running_var.sum().item()
+            net[0].weight = nn.Parameter(net[0].weight * 0.5)
+            net[2].bias = nn.Parameter(net[2].bias.detach().clone(), requires_grad=False)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            yield norm.running_var.sum().item(), net[0].weight.grad, net[2].bias.requires_grad
             other = copy.deepcopy(net).eval()
             yield other(torch.ones(2, 8)).tolist(), other.state_dict()
     yield net.state_dict()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from loop_helpers import Distribute, Loop, placed
+from several_networks import layers
 from torch import nn
 from torch.nn import functional
 
@@ -327,8 +328,79 @@ def by_closures(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield {name: value.clone() for name, value in net.state_dict().items()}
 
 
+def overflowing(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A scaler that meets infinite gradients, on one worker alone: no worker may step."""
+    net = small(ranks)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    net = distribute(net)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = net(torch.randn(6, 8)).square().mean()
+        scaler.scale(loss).backward()
+        if step % 2:
+            weight = (net.first, net.second, net.last)[step // 2].weight
+            weight.grad[0, 0] = float("inf")
+        if step % 3:
+            scaler.unscale_(optimizer)
+            yield torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
+        scaler.step(optimizer)
+        scaler.update()
+        yield loss.item(), scaler.get_scale(), [p.norm().item() for p in net.parameters()]
+    yield net.state_dict(), optimizer.state_dict(), scaler.state_dict()
+
+
+def actor_and_critic(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Two heads on a trunk, which thaws and joins the optimizer later; actions are drawn."""
+    nets = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 4), nn.Linear(16, 1)
+    for part, rank in zip(nets, ranks, strict=False):
+        part.place("MS_WORKER", rank)  # type: ignore[operator]
+    nets[0].requires_grad_(False)
+    optimizer = torch.optim.Adam([*nets[1].parameters(), *nets[2].parameters()], lr=0.01)
+    trunk, actor, critic = map(distribute, nets)
+    for step in range(4):
+        if step == 2:
+            trunk.requires_grad_(True)
+            optimizer.add_param_group({"params": trunk.parameters(), "lr": 0.001})
+        state = torch.randn(6, 8)
+        hidden = trunk(state)
+        policy = torch.distributions.Categorical(logits=actor(hidden))
+        action, value = policy.sample(), critic(hidden).squeeze(-1)
+        reward = (action == 0).float() - 0.1 * state[:, 0]
+        gained = policy.log_prob(action) * (reward - value.detach())
+        loss = functional.mse_loss(value, reward) - gained.mean() - 0.01 * policy.entropy().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        yield loss.item(), action.tolist(), [p.grad for p in trunk.parameters()]
+        optimizer.step()
+    yield [net.state_dict() for net in (trunk, actor, critic)], optimizer.state_dict()
+
+
+def of_its_class(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """The script asks for the network's class, and makes others of it: slices, a second one."""
+    net = distribute(layers(8, 16, 4, ranks=ranks))
+    head = distribute(placed(nn.Linear(4, 2), [], ranks))
+    optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    for _ in range(2):
+        inputs = torch.randn(6, 8)
+        optimizer.zero_grad()
+        loss = head(net(inputs)).square().mean() + 0.1 * net[:2](inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), net[:-1](inputs).detach()
+    other = type(head)(4, 2)
+    yield type(head) in (nn.Linear,), type(head) in {nn.Linear}, isinstance(other, type(head))
+    other.load_state_dict(head.state_dict())
+    head.apply(lambda one: nn.init.zeros_(one.weight) if type(one) in (nn.Linear,) else None)
+    yield copy.copy(head)(torch.ones(2, 4)).detach()
+    yield other(torch.ones(1, 4)).detach(), head(torch.ones(1, 4)).detach(), head.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
+    of_its_class,
     usual,
+    overflowing,
+    actor_and_critic,
     by_closures,
     similar,
     several,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -356,3 +357,62 @@ def pruned(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
 
 def test_a_layer_may_be_pruned_after_the_first_call() -> None:
     assert_same_bits(pruned, 3)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What forward leaves of itself, in an object."""
+
+    output: torch.Tensor
+    rows: int
+
+
+@dataclass(slots=True)
+class Slotted:
+    """The same, in slots."""
+
+    output: torch.Tensor
+
+
+class Nested:
+    """Objects in a list, a dictionary, an object."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.many = [Hidden(output, 1), Hidden(output * 2, 2)]
+        self.named = {"output": output + 1}
+        self.inner = Slotted(output * 3)
+
+
+class Leaves(Small):
+    """Leaves objects, new ones at each call."""
+
+    hidden: Hidden
+    nested: Nested
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        h = torch.relu(self.norm(self.first(x)))
+        self.hidden, self.nested = Hidden(h, len(x)), Nested(self.middle(h))
+        return self.last(h)
+
+
+def in_objects(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """The script takes tensors from objects, also from those of earlier calls."""
+    net = Leaves()
+    net = distribute(placed(net, [net.first, net.middle, net.last], ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    all_hidden = []
+    for _ in range(3):
+        loss = functional.cross_entropy(net(torch.randn(6, 5)), torch.randint(0, 3, (6,)))
+        found = [one.output for one in (net.hidden, *net.nested.many, net.nested.inner)]
+        all_hidden += [net.hidden, net.nested.inner]
+        loss = loss + sum(one.square().mean() for one in (*found, net.nested.named["output"]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), net.hidden.rows, [one.output.sum().item() for one in all_hidden]
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_features_may_be_in_objects() -> None:
+    assert_same_bits(in_objects, 3)

@@ -255,6 +255,30 @@ def test_an_operation_that_another_worker_runs_is_followed_once(
         assert found == expected
 
 
+@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, repr, torch.Tensor.tolist])
+def test_an_answer_goes_to_all_once(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender: Any = vars(memory)["_MemorySender"]
+    original, senders = sender.send, []
+
+    def send(self: Any, value: torch.Tensor | None, **options: Any) -> None:
+        senders.append(joined.get_rank())
+        original(self, value, **options)
+
+    def answers(num_questions: int) -> list[Any]:
+        words = torch.arange(24).view(4, 6)
+        loss = criterion(gs.distribute(language())(words), words)
+        return [ask(loss + number) for number in range(num_questions)]
+
+    def num_sent(num_questions: int) -> int:
+        senders.clear()
+        of_workers = run(lambda: answers(num_questions))
+        assert of_workers == of_workers[:1] * NUM_WORKERS
+        return senders.count(NUM_WORKERS - 1)  # by the worker that has the loss
+
+    monkeypatch.setattr(sender, "send", send)
+    assert num_sent(3) - num_sent(0) == 3 * (NUM_WORKERS - 1)
+
+
 def test_a_network_that_nobody_holds_any_more_is_freed_with_its_optimizer() -> None:
     def seen() -> Any:
         net = gs.distribute(language())

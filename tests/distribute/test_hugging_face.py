@@ -10,9 +10,11 @@ import torch
 from loop_helpers import Distribute, raised
 from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import graphsplit as gs
+from graphsplit.batches.signature import Signature
+from graphsplit.errors import ConfigurationError
 from graphsplit.integrations.workers import distributed, on_main
 from graphsplit.job import joined
 
@@ -39,6 +41,12 @@ def test_generating_is_refused_by_name(by_the_script: bool) -> None:
         yield net.generate(torch.zeros(1, 2, dtype=torch.long))
 
     assert "generate() was called on a network that is distributed" in raised(generating)
+
+
+def test_a_cache_that_is_handed_back_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigurationError, match=r"a batch holds a DynamicCache") as refused:
+        Signature.of(((torch.ones(1, 2),), {"past_key_values": DynamicCache()}))
+    assert "Fix: pass all tokens to each call, with use_cache=False" in str(refused.value)
 
 
 def test_what_a_library_looks_at_while_it_saves_leaves_workers_alike() -> None:

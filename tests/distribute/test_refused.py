@@ -599,3 +599,18 @@ def test_a_network_that_is_saved_whole_is_refused_before_a_file_is_opened(what: 
         yield None
 
     assert re.search(r"was pickled.*\n.*Fix: torch.save\(net.state_dict\(\), path\)", raised(saved))
+
+
+@pytest.mark.parametrize("target", [torch.zeros(6), torch.zeros(4, dtype=torch.int64)])
+def test_a_wrong_target_is_told_on_all_workers_as_in_one_process(target: torch.Tensor) -> None:
+    def told(_: int) -> str:
+        outputs = gs.distribute(small([0, 1]))(torch.randn(6, 8))
+        try:
+            torch.nn.functional.cross_entropy(outputs, target)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    alone = told(0)
+    assert alone
+    assert ThreadCluster(told, 2, is_recoverable=False).run() == [alone, alone]

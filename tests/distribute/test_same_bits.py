@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import example_loops
 import frozen_late
 import kinds_of_loops
 import loops
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_workers")
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 @pytest.mark.parametrize(
     "loop",
-    [*loops.LOOPS, *several_networks.LOOPS, *frozen_late.LOOPS],
+    [*loops.LOOPS, *several_networks.LOOPS, *frozen_late.LOOPS, *example_loops.LOOPS],
     ids=lambda loop: loop.__name__,
 )
 def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> None:

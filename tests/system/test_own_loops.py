@@ -30,6 +30,36 @@ def test_own_loops_have_the_bits_of_one_process_over_grpc() -> None:
         assert job.said_by(f"worker {rank}") == [f"{loop}: same bits" for loop in loops]
 
 
+FEW = ("gan", "gpt_like", "loop_that_survives")
+REST = ("ddp_toy", "two_stage_pipeline", "clip_towers", "encoder_decoder", "linear", "lenet")
+
+
+@pytest.mark.parametrize(
+    ("loops", "workers", "transport"), [((*FEW, *REST), 3, "shm"), (FEW, 5, "grpc")]
+)
+def test_the_examples_under_own_loops_have_the_bits_of_one_process(
+    loops: tuple[str, ...], workers: int, transport: str
+) -> None:
+    """On 2, 3 and 5 workers that are threads: ``distribute/test_same_bits.py``."""
+    job = run_job("own_loops.py", *loops, workers=workers, GS_TRANSPORT=transport)
+
+    assert job.status == 0, job.output[-4000:]
+    for rank in range(workers):
+        assert sorted(job.said_by(f"worker {rank}")) == sorted(f"{one}: same bits" for one in loops)
+
+
+def test_each_worker_runs_its_own_layers_and_has_memory_for_no_others() -> None:
+    job = run_job("kept_apart.py", workers=2)
+
+    assert job.status == 0, job.output[-4000:]
+    for rank, numbers in ((0, range(12)), (1, range(12, 16))):
+        ran, grown = job.said_by(f"worker {rank}")
+        names = [f"{way} {number}" for way in ("forward", "backward") for number in numbers]
+        assert ran.split(", ")[1:] == [f"{name}: 3" for name in sorted(names)]
+        own = 16 * len(numbers)  # MiB: weights, gradients and two moments; all layers' are 256
+        assert own <= int(grown.split()[-1]) < own + 40
+
+
 @pytest.mark.parametrize(
     ("what", "text"),
     [

@@ -31,9 +31,9 @@ def _of_one(index: Any, *, by_brackets: bool) -> tuple[Any, ...]:
         index = torch.tensor(index)
     if type(index) is not torch.Tensor:
         return (index,)
-    if index.dim() and index.dtype in _MASKS:
-        return index.nonzero(as_tuple=True)
-    if by_brackets and not index.dim() and index.dtype not in _MASKS:
+    if index.dtype in _MASKS:
+        return index.nonzero(as_tuple=True) if index.dim() else (bool(index),)
+    if by_brackets and not index.dim():
         return (int(index),)
     return (index,)
 

@@ -67,7 +67,7 @@ def written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     """The operands that an operation writes to."""
     target = kwargs.get("out") if kwargs else None
     is_method = name.endswith("_") and not name.endswith("__")
-    if target is None and (is_method or name in _IN_PLACE_OPERATORS):
+    if target is None and (is_method or name in _IN_PLACE_OPERATORS or kwargs.get("inplace")):
         target = args[0] if args else next(iter(kwargs.values()))
     hidden = _HIDDEN.get(name)
     if hidden is not None:

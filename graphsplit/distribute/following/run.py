@@ -100,8 +100,11 @@ def run_or_follow(
                 result = follow_casts(func, operands, together)
             if result is None:
                 result = func(*args, **kwargs)
-    except RuntimeError as error:
-        if is_here or not (isinstance(error, NotImplementedError) or "meta tensor" in str(error)):
+    except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:
+        if is_here:
+            raise
+        if not (isinstance(error, NotImplementedError) or "meta tensor" in str(error)):
+            _run_on_zeros(func, operands, together)
             raise
         raise ConfigurationError(
             f"{name} cannot be followed on workers that do not have its operands: {error}\n"
@@ -112,3 +115,14 @@ def run_or_follow(
             _remembered.clear()
         _remembered[key] = None if is_here else found_out(func, result, operands, together)
     return result, following.draws
+
+
+def _run_on_zeros(func: Callable[..., Any], operands: Sequence[Any], together: Together) -> None:
+    """Raise what eager raises for such operands: forms fail in other words."""
+    zeros = [
+        torch.zeros(one.shape, dtype=one.dtype) if getattr(one, "is_meta", False) else one
+        for one in operands
+    ]
+    args, kwargs = together(zeros)
+    with DisableTorchFunctionSubclass():
+        func(*args, **kwargs)

@@ -86,7 +86,7 @@ class LeftValues:
             value = gone.pop()
             inner = getattr(value, "held", value)
             if sys.getrefcount(value) > _OWN_REFERENCES or is_shared(inner):
-                twin = Twin(LEFT, inner, lambda _: False, lambda: None, is_written=True)
+                twin = Twin(LEFT, inner, is_written=True)
                 self._twins.add(value, twin)
         instead = {id(stand_in): value for value, stand_in, _ in self.values.values()}
         for place in self._places.values():

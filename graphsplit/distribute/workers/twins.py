@@ -3,21 +3,25 @@
 After ``p.grad = value`` both are one memory there. Where the parameter lives on another worker it
 has a copy: a write into the value is refused, and so is a look at it once the copy was written to.
 So is a look at a value that hooks keep, and that the network has modified in a memory of its own.
+So is a write to a value with a history that a call has returned with another in its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import spans_meet
-from graphsplit.torch_ext.attributes import storage_of
+from graphsplit.tensor_meta import share_elements, span_elements, spans_meet
+from graphsplit.torch_ext.attributes import storage_of, writes_of
 from graphsplit.torch_ext.private import storage_use_count
 
+OUTPUT = "output"  # that of a value that a call has returned, beside another in its memory
+_WIDEST = 16  # bytes of an element
 LEFT = "left"  # the name of a value that a call has left in Python, and a later one has modified
 
 
@@ -36,13 +40,21 @@ class Twin:
 
     name: str
     value: torch.Tensor
-    has: Callable[[torch.Tensor], bool]
-    mark: Callable[[], Any]
+    has: Callable[[torch.Tensor], bool] = lambda _: False
+    mark: Callable[[], Any] = lambda: None
     at: Any = None
     is_written: bool = False
 
     def __post_init__(self) -> None:
         self.value, self.at = self.value.detach(), self.mark()
+
+    @classmethod
+    def of_input(cls, value: torch.Tensor, given: Any) -> Twin:
+        """That of a value which a call returned, a view of an input in one process."""
+        inner = getattr(given, "held", None)
+        if inner is None:
+            return cls(OUTPUT, value, mark=partial(writes_of, given))
+        return cls(OUTPUT, value, partial(_overlap, inner.detach()))
 
     def is_held(self) -> bool:
         """Whether anything else has the value's memory."""
@@ -58,10 +70,10 @@ class Twins:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def add(self, parameter: torch.Tensor, twin: Twin) -> None:
+    def add(self, parameter: torch.Tensor | None, twin: Twin) -> None:
         """Take note of a value that was copied, until nothing else has its memory any more."""
         self._known = {key: one for key, one in self._known.items() if one.is_held()}
-        self._known[twin.name, id(parameter)] = twin
+        self._known[twin.name, id(twin.value if parameter is None else parameter)] = twin
 
     def forget(self, name: str, parameter: torch.Tensor) -> None:
         """Something else was set."""
@@ -102,6 +114,28 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return storage_of(one) == storage_of(other) and spans_meet(one, other)
 
 
+def sharing(values: Sequence[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
+    """Those values that have elements in common with another one.
+
+    Args:
+        values: Values of one memory, as they came apart.
+        begins: At which byte of it each of them begins.
+    """
+    forms = ((v.dtype, (*v.shape,), v.stride(), b) for v, b in zip(values, begins, strict=True))
+    return [value for value, meets in zip(values, _meeting(*forms), strict=True) if meets]
+
+
+@lru_cache(maxsize=64)
+def _meeting(*forms: tuple[torch.dtype, Any, Any, int]) -> tuple[bool, ...]:
+    end = max(b + span_elements(shape, strides) * d.itemsize for d, shape, strides, b in forms)
+    memory = torch.empty(-(-end // _WIDEST) * _WIDEST, dtype=torch.uint8, device="meta")
+    views = [
+        memory.view(dtype).as_strided(shape, strides, begin // dtype.itemsize)
+        for dtype, shape, strides, begin in forms
+    ]
+    return tuple(any(share_elements(v, w) for w in views if w is not v) for v in views)
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the same memory."""
     # One more use is that of the object through which the number is asked for.
@@ -114,6 +148,13 @@ def _error(twin: Twin, then: str) -> ConfigurationError:
             "a value that forward or a hook had left in Python was looked at, or written to, after "
             "a later call of the network had modified it in place\n"
             "  Fix: take a copy of it (clone) before that call, there and in one process."
+        )
+    if twin.name == OUTPUT:
+        return ConfigurationError(
+            "a value that a call of the network has returned has a gradient, and in one process "
+            "the memory of another such value, or of an input with a gradient; one of them was "
+            "written to, which the other does not show here\n"
+            "  Fix: write into a copy (clone), or return copies from forward."
         )
     return ConfigurationError(
         f"{twin.name} of a parameter was set to a value of another worker, {then}: in one process "

@@ -5,8 +5,8 @@ Prints one line for each loop; each runs first on a network that is not distribu
 
 from __future__ import annotations
 
-import copy
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +20,7 @@ import graphsplit as gs
 TESTS = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "distribute")]
 
+from example_loops import LOOPS as OF_EXAMPLES  # noqa: E402
 from loop_helpers import is_same, plain, ranks_for, results  # noqa: E402
 from loops import LOOPS, small  # noqa: E402
 from several_networks import distilled, projected  # noqa: E402
@@ -35,7 +36,7 @@ def refused(ranks: list[int]) -> Iterator[str]:
     forms: tuple[Callable[[], Any], ...] = (
         lambda: first.backward(),
         lambda: net(x).sum().backward(create_graph=True),
-        lambda: copy.copy(net),
+        lambda: pickle.dumps(net),
         lambda: optimizer.step(lambda: net(x).sum()),
         lambda: net.compile(),
     )
@@ -102,7 +103,7 @@ def main() -> None:
     num_workers = gs.get_world_size()
     if sys.argv[1] in ("global-step", "one-gradient", "killed"):
         alone(sys.argv[1])
-    for loop in (*LOOPS, own_optimizer, projected, distilled):
+    for loop in (*LOOPS, *OF_EXAMPLES, own_optimizer, projected, distilled):
         if loop.__name__ not in sys.argv[1:]:
             continue
         expected = results(loop, plain, num_workers)
