@@ -98,12 +98,21 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
     return found or inner
 
 
-def line_now(frame: FrameType | None) -> str:
-    """The user's innermost line of a running stack, ``train.py:31, in forward``."""
-    found = users_frame(frame)
-    if found is None:
-        return ""
-    return _line(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+def line_now(frame: FrameType | None, *, most: int = 1) -> str:
+    """The user's innermost line of a running stack, ``train.py:31, in forward``.
+
+    Args:
+        frame: The innermost frame.
+        most: How many lines to show, ``load.py:9, in read, from train.py:31``: of an installed
+            package the innermost alone.
+    """
+    lines: list[str] = []
+    while len(lines) < most and (frame := users_frame(frame)) is not None:
+        file = frame.f_code.co_filename
+        if not lines or "site-packages" not in file:
+            lines.append(_line(file, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return ", from ".join(lines)
 
 
 def users_line_now() -> str:

@@ -21,7 +21,12 @@ import numpy as np
 import pytest
 import torch
 from collected import leave_out_what_is_there
-from simulated.captures import is_of_one_network, keeps_tensors, plain_attributes
+from simulated.captures import (
+    RecentGraphs,
+    is_of_one_network,
+    keeps_tensors,
+    plain_attributes,
+)
 from simulated.memory import MemoryFabric, MemoryTransport
 from simulated.simulate import moved_to
 
@@ -527,7 +532,7 @@ class _Captures:
     """Graphs of networks that are alike, kept: capture takes most of a test."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Any, Any] = {}
+        self._graphs = RecentGraphs()
 
     def graph(
         self, task: Any, mode: Any, signature: Any, *, lift: Any = (), answers: Any = None

@@ -15,7 +15,9 @@ from itertools import zip_longest
 from typing import Any
 
 from graphsplit.checkpoint.generators import is_same
+from graphsplit.encoding.packed import Packed
 from graphsplit.errors import StateError
+from graphsplit.job.group import WorkerGroup
 
 CALLBACKS, RESUMPTION = "callbacks", "resumption"
 _KINDS = (CALLBACKS, RESUMPTION)
@@ -75,6 +77,30 @@ def own(values: Mapping[str, Any], rank: int, *, is_same_number: bool) -> dict[s
                     f" the same on every worker."
                 )
     return found
+
+
+def check_alike(group: WorkerGroup, states: list[Any]) -> None:
+    """Refuse states of callbacks that another number of workers could not take. Collective.
+
+    Args:
+        group: All workers.
+        states: What this worker's callbacks keep.
+
+    Raises:
+        StateError: They are not the same on all workers; names the callback, the same everywhere.
+    """
+    what = "the states of callbacks"
+    first = group.share_value(states, source=0, what=what)
+    kept = Packed.of(states, what=what).value()  # as who goes on would be given it
+    told = group.exchange("" if is_same(kept, first) else _names(first, kept))
+    for rank, names in enumerate(told):
+        if names:
+            raise StateError(
+                f"the state of {names} is not the same on {group.name(0)} and {group.name(rank)}, "
+                f"so under GS_RECOVERY=go_on the others could not go on without one of them\n"
+                f"  Fix: let state_dict() return the same on every worker, or set "
+                f"GS_RECOVERY=wait_rejoin."
+            )
 
 
 def is_same_number(sections: Collection[str], num_workers: int) -> bool:

@@ -14,14 +14,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from graphsplit import logs
 from graphsplit.cluster.member.identity import bounded, failure_of
 from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
 from graphsplit.errors import JobFailedError, PlanMismatchError
-from graphsplit.frames import line_of, shows_all, users_traceback, without_own_frames
+from graphsplit.frames import line_now, line_of, shows_all, users_traceback, without_own_frames
 from graphsplit.job.interrupts import install_interrupts
 from graphsplit.job.job import WAKE_SIGNAL, Job
 from graphsplit.reports import write_report
@@ -161,6 +162,7 @@ def install_endings(job: Job, finalize: Callable[[], None]) -> None:
     atexit.register(_finalize_at_exit, job, finalize)
     if threading.current_thread() is threading.main_thread():
         _forget_in_children(job)
+        _tell_of_hard_exits(job)
         install_interrupts(job)
         threading.excepthook = _hook_of_threads(job, threading.excepthook)
     job.abort.add_waker(job.interrupt_main_thread)
@@ -171,6 +173,7 @@ def _forget_in_children(job: Job) -> None:
     numbers = [signal.SIGTERM, signal.SIGINT, *([WAKE_SIGNAL] if WAKE_SIGNAL else [])]
     handlers = {number: signal.getsignal(number) for number in numbers}
     hooks = LastWords.of_python(sys.excepthook), sys.unraisablehook, threading.excepthook
+    leave = os._exit
     is_worker = True
 
     def forget() -> None:
@@ -184,8 +187,23 @@ def _forget_in_children(job: Job) -> None:
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
+        vars(os)["_exit"] = leave
 
     os.register_at_fork(after_in_child=forget)
+
+
+def _tell_of_hard_exits(job: Job) -> None:
+    """``os._exit`` runs no handler: let it tell first which line of the script has called it."""
+    leave = os._exit
+
+    def told(status: int) -> NoReturn:
+        line = line_now(sys._getframe(1), most=2)
+        if line and not job.is_ending:
+            with suppress(Exception):  # it ends the process, whatever cannot be told
+                job.member.tell_last(f"os._exit({status}) at {line}")
+        leave(status)
+
+    vars(os)["_exit"] = told
 
 
 def _hook_of_threads(job: Job, previous: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from graphsplit.guards.classes import freeze_all
 from graphsplit.job.job import Job
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
@@ -15,6 +14,4 @@ def install(job: Job) -> None:
     """Called when a worker has joined a job."""
     settings = ClusterSettings.from_environ(os.environ)
     if settings is not None and job.recovery_policy != FAIL_FAST:
-        # A recovery looks for cycles: not among all that was imported, for 0.3 s.
-        freeze_all()
         job.script = RecoveringScript(job, SnapshotSettings.of(settings))

@@ -79,8 +79,8 @@ class ModelBefore:
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
         attributes: Plain attributes of the network and its loss that are other than before the
             first call, and which parameters are trained.
-        contents: What other objects, containers and closures hold that these lead to, while nothing
-            tells which are read; None later.
+        contents: What other objects, containers and closures hold that these lead to, where data
+            sets and callbacks may change any in the call; else None.
         left: What code kept whole can change.
     """
 
@@ -99,10 +99,11 @@ class ModelBefore:
     contents: PlainContents | None = None
 
     @classmethod
-    def of(cls, share: ModelSnapshot) -> ModelBefore:
-        """Look at a Model."""
+    def of(cls, share: ModelSnapshot, *, is_step: bool) -> ModelBefore:
+        """Look at a Model, before a call: of one step, or of steps between which values change."""
         given, changed = share.given(), share.changed_by_script()
         is_new = not given.is_same(share.given_before)
+        contents = None if share.is_settled and is_step else share.built()
         return cls(
             share,
             share.given_before,
@@ -110,13 +111,13 @@ class ModelBefore:
             [_copied(dict(o.state)) for o in share.task.optimizers] if is_new else None,
             [settings_of(optimizer) for optimizer in share.task.optimizers],
             [members_of(optimizer) for optimizer in share.task.optimizers],
-            share.engine.planner.python_values.now(),
+            share.engine.planner.python_values.before_call(is_step=is_step),
             changed,
             share.states.resumption,
             share.left.kept((share.engine.planner,), share.engine.group().rank),
             tuple(share.left_out()),
             share.states.python.saved(with_tensors=not share.is_settled),
-            None if share.is_settled else share.built(),
+            None if is_step else contents,
         )
 
     @property
@@ -182,7 +183,7 @@ class Entry:
             ordinal,
             kept_call(call),
             all_generators(),
-            [ModelBefore.of(share) for share in shares],
+            [ModelBefore.of(share, is_step=_loader_of(call) is None) for share in shares],
         )
         entry.loader = LoaderWatch(_loader_of(call)).state()
         if call.name == "train":

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from graphsplit.checkpoint.by_worker import check_alike
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
+from graphsplit.checkpoint.states import states_of
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.encoding.values import encode
@@ -119,11 +121,16 @@ class Snapshots(Parts):
         Raises:
             MembershipChangedError, JobFailedError: The generation is over.
             CheckpointError: An earlier one could not be written.
+            StateError: At the first within a call: callbacks keep what others could not take.
         """
         self._is_established, self._seats = True, self._job.seats
         replicator = self._replicator or self._begin_replicating(HeldCopies())
         replicator.wait_committed(replicator.offered)  # [Note: at most two]
         self._forget_old(replicator.committed)
+        before = self._places.get(self._number)  # all know it, those who came last too
+        if inside and self._job.goes_on and (before is None or before.ordinal != ordinal):
+            states = states_of(self._shares[model].states.run.callbacks)
+            check_alike(self._job.control, states)
         self._number += 1
         models = tuple(share.index for share in self._shares if share.matters)
         num_lines = len(self._results.lines)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +167,30 @@ def test_the_workers_calls_and_the_way_out_are_told():
     ended = {0: history(END_OF_SCRIPT), 1: history("save")}
     text = describe_divergence(history(END_OF_SCRIPT).latest[0], ended)
     assert f"worker 0 is at {END_OF_SCRIPT}" in text and "call save() on every worker" in text
+
+
+def test_a_call_of_one_worker_that_met_the_next_one_of_others_is_told_with_its_line():
+    def history(is_alone: bool) -> CallsMade:
+        calls = CallHistory()
+        if is_alone:
+            calls.begin("predict")  # alone
+            calls.end()
+        calls.begin("predict")  # of all
+        if not is_alone:
+            calls.end()
+            calls.begin(END_OF_SCRIPT)
+        return calls.made()
+
+    calls_of = {0: history(True), 1: history(False)}
+    call = diverging_call(calls_of[0], calls_of[1])
+    assert call is not None
+    text = describe_divergence(call, calls_of)
+    lines = re.findall(r"on worker (\d) at tests/cluster/test_divergence.py:(\d+)", text)
+    assert [rank for rank, _ in lines] == ["0", "1"]
+    source = Path(__file__).read_text().splitlines()
+    assert [source[int(line) - 1].split("# ")[1] for _, line in lines] == ["alone", "of all"]
+    assert "the first predict there" in text and "call predict() on every worker" in text
+    assert "the first" not in describe_divergence(call, {0: calls_of[1], 1: calls_of[1]})
 
 
 def test_in_a_loop_of_the_scripts_own_the_call_of_a_network_is_where_all_should_be():

@@ -101,6 +101,21 @@ def test_a_forked_process_is_the_launchers_child_and_torch_has_read_its_variable
     assert status == 1 and "OMP_NUM_THREADS=7 comes too late" in err and "--fresh" in err
 
 
+def test_a_process_of_a_job_that_recovers_looks_through_its_own_objects_alone(
+    warm: WarmStart, script: Path
+):
+    own = script.with_name("own.py")
+    own.write_text(
+        "import gc, graphsplit, torch\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "found = gc.get_objects()\n"
+        "print(len(found) < gc.get_freeze_count(), any(one is net for one in found))"
+    )
+    for policy, expected in (("restart", "True True\n"), ("fail_fast", "False True\n")):
+        child = warm.start(spec(GS_RECOVERY=policy), [sys.executable, str(own)], ())
+        assert ended(child)[:2] == (0, expected)
+
+
 def test_nothing_is_forked_where_a_thread_is_there(script: Path, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
         "import threading, time\n"

@@ -63,7 +63,7 @@ def test_lenet_learns_the_same_as_by_itself(srun: Launch, tmp_path: Path) -> Non
 def test_tasks_on_two_nodes_without_a_secret_are_told_the_lines_to_add(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    command = ["srun", "-K", "-N", "2", "-n", "2", "--overcommit", sys.executable]
+    command = ["srun", "-N", "2", "-n", "2", "--overcommit", sys.executable]
     with launched(command, tmp_path, **cluster) as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode != 0

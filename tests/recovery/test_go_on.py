@@ -21,6 +21,7 @@ from graphsplit.errors import (
     GraphsplitError,
     JobFailedError,
     PlacementError,
+    StateError,
 )
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import SnapshotFolder
@@ -244,6 +245,33 @@ def test_what_the_script_wrote_since_the_last_snapshot_is_not_lost_unnoticed() -
     assert difference(expected, going_on(2, {}, run).run()[0]) is None
     with pytest.raises(ConfigurationError, match="the script wrote to parameters"):
         going_on(2, {1: [150]}, run).run()
+
+
+class Own(Last):
+    """Keeps what is another value on each worker."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": gs.get_rank()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_callback_that_keeps_its_workers_own_is_refused_before_anybody_is_lost(
+    begins: bool,
+) -> None:
+    def run(_: int) -> None:
+        net = normed([0, 1], place=True)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=4)
+        if not begins:
+            model.train(1, batches(12), [Last()])
+        model.train(1, batches(12), [Last(), Own()])
+
+    cluster = ThreadCluster(run, 2, SnapshotSettings(every=2), policy=GO_ON)
+    found = r"(?s)the state of Own is not the same on worker 0 and worker 1, so.*=wait_rejoin"
+    with pytest.raises(StateError, match=found):
+        cluster.run()
 
 
 def test_own_loops_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from recovery_features.left_in_python import Holding
 from recovery_features.networks import OtherForms
 from recovery_helpers import ThreadCluster, threads_as_workers
@@ -107,20 +108,25 @@ def results(net: Any, optimizer: Any, counts: Any, *others: Any) -> Any:
 
 
 def plain_epochs(gs: Any, ranks: list[int]) -> Any:
-    """The loop around it is Python's own, and a scheduler steps there; a hook collects features."""
+    """The loop around it is Python's own, a scheduler steps there; features; metrics."""
     net = network(ranks)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     net = gs.distribute(net)
     losses: list[float] = []
+    right = torchmetrics.Accuracy("multiclass", num_classes=3)
+    scores = torchmetrics.AUROC("multiclass", num_classes=3)  # keeps all of them, in lists
     features: dict[str, Any] = {}
     net[3].register_forward_hook(lambda module, given, output: features.update(middle=output))
     data = loader(None)
     random.seed(1)
     np.random.seed(2)
     for _ in range(3):
-        for i, (x, y) in gs.loop(data, keep=[scheduler, losses], numbered=True):
-            loss = nn.functional.cross_entropy(net(x), y)
+        for i, (x, y) in gs.loop(data, keep=[scheduler, losses, right, scores], numbered=True):
+            out = net(x)
+            right.update(out.detach(), y)
+            scores.update(out.detach(), y)
+            loss = nn.functional.cross_entropy(out, y)
             loss = loss + 0.1 * features["middle"].square().mean()
             (loss / 2).backward()
             if i % 2:
@@ -129,7 +135,8 @@ def plain_epochs(gs: Any, ranks: list[int]) -> Any:
             losses.append(loss.item())
             features.clear()
         scheduler.step()
-    return results(net, optimizer, losses, scheduler)
+    seen = right.compute().item(), right.update_count, scores.compute().item(), scores.update_count
+    return results(net, optimizer, [losses, *seen], scheduler)
 
 
 class Meter:

@@ -6,6 +6,7 @@ import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import graphsplit as gs
 from graphsplit.errors import ClusterError, JobFailedError, OwnershipError
 from graphsplit.job import joined
+from graphsplit.recovery import install
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.settings import RESTART
 
 assert threads_as_workers
 # Filters of warnings belong to the process: a thread beside compute sees those of a capture.
@@ -306,3 +309,18 @@ def test_a_kept_tensor_that_a_script_takes_where_all_begin_anew_has_its_value(tm
     (place,) = tmp_path.glob("*/snapshot.json")
     assert '"ordinal":1,"inside":false' in place.read_text()
     go_on(script, tmp_path)
+
+
+def test_what_a_script_had_before_it_joined_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``gc`` finds the tensors and modules whose memory a network shares."""
+    role = {"ROLE": "MS_WORKER", "WORKER_NUM": "1", "SCHED_PORT": "1", "SCHED_HOST": "127.0.0.1"}
+    for name, value in role.items():
+        monkeypatch.setenv(f"MS_{name}", value)
+    monkeypatch.setattr(install, "RecoveringScript", lambda *arguments: arguments)
+    mine = torch.nn.Linear(2, 2)
+    job: Any = SimpleNamespace(recovery_policy=RESTART, script=None)
+
+    install.install(job)
+
+    assert job.script
+    assert any(one is mine for one in gc.get_objects())

@@ -74,6 +74,8 @@ def values_exchanged_between(place: bool = True) -> Any:
         found.append(gs.all_reduce(loss, "max"))
         found.append(gs.broadcast_object({"rate": [float(loss)]}, src=2 * place))
         found.append(gs.all_gather(x, ranks=[0]).clone())
+        found += [gs.broadcast(loss, src=int(place)), gs.reduce(loss, dst=0, op="min", ranks=[0])]
+        found += [gs.gather(x, ranks=[0]).clone(), gs.scatter(x, ranks=[0]).clone()]
         x.zero_()  # the script may: what is remembered stays
     return found, all_of(model)
 

@@ -102,6 +102,16 @@ def test_the_running_line_is_the_users():
     assert through_graphsplit(lambda: line_now(sys._getframe())).endswith("<lambda>")
 
 
+def test_of_a_package_the_innermost_line_is_shown_and_those_of_the_script():
+    names: dict[str, Any] = {}
+    code = "def outer(ask):\n    return inner(ask)\ndef inner(ask):\n    return ask()"
+    exec(compile(code, "/opt/site-packages/a.py", "exec"), names)
+    innermost, *led = names["outer"](lambda: line_now(sys._getframe(1), most=3)).split(", from ")
+    assert innermost == "/opt/site-packages/a.py:4, in inner"
+    assert led[0].endswith("innermost_line_is_shown_and_those_of_the_script")
+    assert "site-packages" not in "".join(led)
+
+
 def test_what_a_trainer_was_asked_for_is_at_the_scripts_line():
     file = "/opt/site-packages/transformers/generation/utils.py"
     names: dict[str, Any] = {}

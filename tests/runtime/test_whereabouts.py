@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,3 +39,24 @@ def test_a_wait_is_told_by_the_rank_that_the_scheduler_knows() -> None:
     wait = Wait(policy, peer=1, what="a value")
     assert position.waiting_source() == (2, "a value")
     del wait
+
+
+def test_who_stands_still_for_long_tells_the_lines_that_led_there() -> None:
+    """A worker that hangs in code which no signal interrupts shows its stack by this alone."""
+    position, told = ReportedPosition(), []
+
+    def hangs() -> None:
+        for _ in range(10):
+            told.append(position.sample().source)
+
+    hangs()
+    line = r"tests/runtime/test_whereabouts.py:\d+, in "
+    assert all(re.fullmatch(f"{line}hangs", source) for source in told[:9])
+    assert re.match(f"{line}hangs, from {line}test_who_stands_still", told[9])
+    assert len(told[9].split(", from ")) <= 8
+    position.waiting_source = lambda: (0, "a value")
+    assert ", from " not in position.sample().source
+    position.waiting_source = lambda: None
+    position.progress += 1
+    assert position.sample().source == ""
+    assert ", from " not in position.sample().source

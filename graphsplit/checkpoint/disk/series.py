@@ -30,7 +30,9 @@ def check_path(what: str, path: Any) -> None:
     """
     if not isinstance(path, (str, os.PathLike)):
         shown = repr(path) if isinstance(path, (int, float, type(None))) else described(path)
-        raise ConfigurationError(f"{what} is {shown}; expected a path, as 'runs/first'")
+        none = "\n  Fix: gs.latest_checkpoint gives None where nothing is saved yet: look before."
+        fix = none if path is None else ""
+        raise ConfigurationError(f"{what} is {shown}; expected a path, as 'runs/first'{fix}")
 
 
 class Series:

@@ -42,6 +42,7 @@ _NEEDED = (
     "graphsplit.capture.export",
     "graphsplit.torch_ext.exporting",
     "graphsplit.transport.grpc.transport",
+    "graphsplit.transport.shm.transport",
     "grpc",
 )
 # Importing them starts no thread, opens nothing, and looks at no variable of a job's.
@@ -61,7 +62,10 @@ def main() -> None:
 def serve(line: socket.socket, launcher: int) -> None:
     """Fork for the launcher whenever it asks, until it has closed the line."""
     line.send(_told_of_threads("importing it starts") or b"ready")
-    gc.freeze()  # what is shared with the children is not touched by their collections
+    # What is shared with the children is not touched by their collections.
+    if _recovers():
+        importlib.import_module("graphsplit.guards.classes").freeze_all()
+    gc.freeze()
     while True:
         data, numbers, _, _ = socket.recv_fds(line, _MOST_BYTES, 2)
         if not data:
@@ -84,6 +88,12 @@ def _told_of_threads(how: str) -> bytes:
     """Why nothing can be forked; empty where this process has one thread."""
     others = len(os.listdir("/proc/self/task")) - 1
     return f"{how} {others} threads".encode() if others else b""
+
+
+def _recovers() -> bool:
+    """Whether workers may be lost: then what was imported is not looked through for cycles."""
+    is_enabled = os.environ.get("MS_ENABLE_RECOVERY")
+    return os.environ.get("GS_RECOVERY", is_enabled or "fail_fast") != "fail_fast"
 
 
 def import_all() -> None:
@@ -133,7 +143,8 @@ def _become(
         os.environ.update(variables)
         # A worker of a loop that begins anew starts this program in its own place.
         sys.orig_argv = [sys.executable, script_process.__file__, *arguments]
-        gc.unfreeze()
+        if not _recovers():
+            gc.unfreeze()
         _reseed()
         _refuse_late_variables()
         status = run(arguments)

@@ -232,17 +232,17 @@ def _caller(frame: FrameType | None, skipped: tuple[str, ...]) -> tuple[_Where, 
 
 
 def _joined(latest: tuple[_Calls, ...], call: _Call) -> tuple[_Calls, ...]:
-    """With one call more; those of its name since the same milestones are one with it.
+    """With one call more; those of its name since the same milestones are one, at the first's line.
 
     So a loop of such calls on one worker forgets nothing of what the others have made.
     """
     times = 1
     for index in range(len(latest) - 1, -1, -1):
-        (name, milestones, _), before = latest[index]
-        if milestones != call[1]:
+        first, before = latest[index]
+        if first[1] != call[1]:
             break
-        if name == call[0]:
-            times += before
+        if first[0] == call[0]:
+            call, times = first, before + 1
             latest = latest[:index] + latest[index + 1 :]
             break
     return (*latest[1 - limits.MAX_CALLS :], (call, times))

@@ -21,9 +21,12 @@ from graphsplit.errors import (
     StoppedInOrder,
     TransportError,
 )
-from graphsplit.frames import line_now, line_of, whole_traceback
+from graphsplit.frames import line_now, line_of, script_frame, whole_traceback
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 from graphsplit.text import cut_end, cut_middle, encodable
+
+_LONG_STILL = 10  # samples without progress
+_MOST_LINES = 8
 
 
 class ReportedPosition:
@@ -45,6 +48,7 @@ class ReportedPosition:
 
     __slots__ = (
         "_last_progress",
+        "_num_still",
         "aside",
         "awaits_all",
         "calls",
@@ -65,6 +69,7 @@ class ReportedPosition:
         self.training_source: Callable[[], str] = str
         self.calls = CallHistory()
         self._last_progress = 0  # a worker that has yet to begin is where the script is
+        self._num_still = 0
 
     def text(self) -> str:
         """The position in words; empty if the source has none, or fails."""
@@ -95,17 +100,22 @@ class ReportedPosition:
     def sample(self) -> Location:
         """The position, and what keeps the worker there: a peer, or a line of the user's.
 
-        The line is looked up only if there was no progress since the sample before.
+        The line is looked up only if there was no progress since the sample before; one that
+        stands still for long, and waits for nobody, tells the lines that led there, too.
         """
         found = self.location()
         last, self._last_progress = self._last_progress, self.progress
         if last != self.progress:
+            self._num_still = 0
             return found
+        self._num_still += 1
         waiting = self.waiting_source()
         main = threading.main_thread().ident
         frame = sys._current_frames().get(main) if main is not None else None
         if waiting is None or not found.source:
-            found = replace(found, source=line_now(frame))
+            is_alone = waiting is None and not self.awaits_all
+            most = _MOST_LINES if is_alone and self._num_still >= _LONG_STILL else 1
+            found = replace(found, source=line_now(frame, most=most))
         if waiting is not None:
             peer, what = waiting
             found = replace(found, waits_for=peer, waits_what=what)
@@ -163,8 +173,10 @@ def _users_line(error: BaseException) -> str:
     trace = error.__traceback__
     if trace is None:
         return ""
-    of_script = isinstance(error, GraphsplitError)
-    return line_of(trace, of_script=of_script) or line_now(trace.tb_frame.f_back)
+    of_script, outer = isinstance(error, GraphsplitError), trace.tb_frame.f_back
+    return line_of(trace, of_script=of_script) or line_now(
+        script_frame(outer) if of_script else outer
+    )
 
 
 def failure_message(error: BaseException) -> str:

@@ -6,8 +6,9 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
-from graphsplit.cluster.member.identity import ReportedPosition
+from graphsplit.cluster.member.identity import ReportedPosition, bounded_location
 from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import (
@@ -125,6 +126,11 @@ class Membership:
             calls=self.position.calls.made(),
             training=self.position.training(),
         )
+
+    def last_words(self, source: str) -> Heartbeat:
+        """The last word of a worker whose script ends the process there."""
+        beat = self.heartbeat()
+        return replace(beat, location=bounded_location(replace(beat.location, source=source)))
 
     def refused(self) -> RegistrationRefusedError:
         """The error that says why the scheduler refuses this worker."""

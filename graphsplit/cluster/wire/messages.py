@@ -209,7 +209,8 @@ class CallsMade:
     Attributes:
         num: How many calls it has made.
         milestones: How many batches and meetings of all workers it has been through.
-        latest: Its latest calls, in order; those of one name between two milestones as one.
+        latest: Its latest calls, in order; those of one name between two milestones as one, at the
+            line of the first.
         within: The innermost call that it is in, if any.
     """
 

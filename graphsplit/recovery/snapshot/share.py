@@ -155,10 +155,11 @@ class ModelSnapshot:
             self.engine.renew()
 
     def built(self) -> PlainContents:
-        """The plain values that network and loss lead to, as the script has built them."""
-        self.left.look()
+        """The plain values that network and loss lead to: at first as the script has built them."""
         found = PlainContents((self.task.network, self.task.loss_fn))
-        self.engine.planner.python_values.built = found
+        if not self.is_settled:
+            self.left.look()
+            self.engine.planner.python_values.built = found
         return found
 
     def check_given(self) -> None:

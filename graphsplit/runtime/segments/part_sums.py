@@ -303,7 +303,9 @@ class PartSums:
             f"an earlier batch of the step has given {what} a gradient in microbatch {number}, and "
             f"the last batch trains it no more, or on another worker\n"
             f'  Fix: with accumulate_by="microbatch", freeze parameters and choose between '
-            f"branches where a step begins; or leave accumulate_by out."
+            f"branches where a step begins, and place its module on the replicas if it stands "
+            f"beside some, net.part.place([0, 1]): a ragged batch has other parts on a worker; or "
+            f"leave accumulate_by out."
         )
 
 

@@ -102,9 +102,22 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
     else:
         fix = f"call {call.name}() on every worker, and not below an `if` on the rank"
     return (
-        f"the workers have made different calls, and wait for each other: {told}\n"
+        f"the workers have made different calls, and wait for each other: {told}"
+        f"{_firsts(call, calls_of)}\n"
         f"  Fix: every worker makes the same calls in the same order: {fix}"
     )
+
+
+def _firsts(call: CallMade, calls_of: Mapping[int, CallsMade]) -> str:
+    """Where workers began with calls of that name there, if at several lines: one did so alone."""
+    place = call.name, call.milestones
+    lines: dict[str, int] = {}
+    for rank, calls in sorted(calls_of.items()):
+        for one in calls.latest:
+            if (one.name, one.milestones) == place and one.source:
+                lines.setdefault(one.source, rank)
+    told = [f"on worker {rank} at {line}" for line, rank in lines.items()][:_MOST_GROUPS]
+    return f"; the first {call.name} there was {', '.join(told)}" if len(told) > 1 else ""
 
 
 def _is_usual(name: str) -> bool:
