@@ -78,12 +78,27 @@ class Signature:
         """The part that is equal for signatures that differ in the sizes of tensors alone."""
         return _SIZES.sub(_without_sizes, self.text)
 
+    def difference(self, other: Signature) -> str:
+        """The first way in which this batch is another one than that, in words for users."""
+        for told, kept in _ASPECTS:
+            if _SIZES.sub(kept, self.text) != _SIZES.sub(kept, other.text):
+                return told
+        return "the batch has other strides"
+
 
 # One encoded tensor: {"t": ["float32", [4, 8], [8, 1]]}; a mask of nothing but ones: {"ones": ...};
 # one that a gradient is wanted of: {"grad": ...}.
 # On another device than a CPU, that comes last: {"t": ["float32", [4, 8], [8, 1], "cuda:0"]}.
 _SIZES = re.compile(
     r'\{"(t|ones|grad)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]((?:, "[\w:]+")?)\]\}'
+)
+
+
+_ASPECTS: tuple[tuple[str, Any], ...] = (
+    ("the batch has other parts, or other values that are no tensors", ""),
+    ("the batch has other shapes or dtypes", r"\2 \3\4"),
+    ("a gradient is asked for of other inputs", lambda found: str(found[1] == "grad")),
+    ("a mask has nothing but ones now, or no longer", r"\1"),
 )
 
 
@@ -253,6 +268,12 @@ def _as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return octets.view(np.uint64) if octets.size % 8 == 0 else octets
 
 
+_NO_TARGET = (
+    "\n  Fix: pass what loss_fn compares with as well, or drop loss_fn where the network returns "
+    "the loss."
+)
+
+
 def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
     """A loader's batch as the arguments of one step.
 
@@ -278,6 +299,7 @@ def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
             f"a batch is a {type(batch).__name__}"
             f"{f' of {len(batch)}' if isinstance(batch, Sequence) else ''}; expected "
             f"(inputs, target), a tuple of inputs and a target, or a mapping"
+            + (_NO_TARGET if has_loss_fn else "")
         )
     if not has_loss_fn:
         return tuple(batch), {}

@@ -206,7 +206,7 @@ def annotation_of(ranks: Any, rows: Any, source: str, *, by_rule: bool = False) 
 def _check_ranks(what: str, role: object, ranks: Any, rows: Any, source: str) -> Annotation:
     """A placement on one worker, or on several that share the microbatches."""
     try:
-        ranks = numbered(ranks)
+        ranks = ranks if problem_with(role, 0) else numbered(ranks)  # `place(1, "MS_WORKER")`
     except UnknownWorkerError as error:
         raise PlacementError(f"{what}: {error.problem}\n  {source}\n  Fix: {error.fix}.") from None
     found = problem_with_ranks(role, ranks, rows)

@@ -26,7 +26,7 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.train.engine import Engine, update_metrics
-from graphsplit.train.metrics import Metric
+from graphsplit.train.metrics import Metric, computed
 from graphsplit.transport.hub import Router
 
 
@@ -108,14 +108,14 @@ class ClusterState(Engine):
             update_metrics(self._task, metrics, arguments, found)
 
     def _share_metrics(self, metrics: Mapping[str, Metric], home: int) -> dict[str, float]:
-        computed = None
+        numbers = None
         if self._job.rank == home:
             with self._job.member.position.calls.inside_metric():
-                found = [float(metric.compute()) for metric in metrics.values()]
-            computed = torch.tensor(found, dtype=torch.float64)
+                found = computed(metrics)
+            numbers = torch.tensor(list(found.values()), dtype=torch.float64)
         self._job.member.position.calls.pass_milestone()  # what is waited for comes behind compute
         meta = TensorMeta(torch.float64, (len(metrics),), (1,))
-        values = self._job.control.broadcast(computed, meta, source=home)
+        values = self._job.control.broadcast(numbers, meta, source=home)
         return dict(zip(metrics, values.tolist(), strict=True))
 
     @property

@@ -28,7 +28,7 @@ from graphsplit.planning.step_plan import TrainingProgress, total_loss
 from graphsplit.planning.task import Task, materialize_all, trainable_of
 from graphsplit.planning.trainable import check_value
 from graphsplit.runtime.segments.part_sums import PartSums
-from graphsplit.train.metrics import Metric, need_batches
+from graphsplit.train.metrics import Metric, computed, need_batches
 from graphsplit.train.outputs import NOTHING, Beside
 from graphsplit.witness import Witness
 
@@ -293,7 +293,7 @@ class EagerEngine(Engine):
                 found = run_batch(self._network, task.loss_fn, *args, **kwargs)
                 update_metrics(task, metrics, arguments, found)
         need_batches(num_batches)
-        return {name: float(metric.compute()) for name, metric in metrics.items()}
+        return computed(metrics)
 
     def predict(self, arguments: Arguments) -> Any:
         """Run the network in eval mode, without gradients."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -172,14 +173,7 @@ class BatchMean(_Mean):
         Raises:
             ConfigurationError: It gave no number.
         """
-        found = self._function(outputs, target)
-        is_number = isinstance(found, (int, float))
-        if not is_number and not (isinstance(found, torch.Tensor) and found.numel() == 1):
-            raise ConfigurationError(
-                f"metric {self._name!r} gave {_describe(found)}; expected one number\n"
-                f"  Fix: reduce it, as in .mean()."
-            )
-        self._add(found, num_samples)
+        self._add(_number(self._name, self._function(outputs, target)), num_samples)
 
 
 class OfObject(Metric):
@@ -202,9 +196,9 @@ class OfObject(Metric):
         """Show the object one batch."""
         self._counted.update(outputs, target)
 
-    def compute(self) -> float:
+    def compute(self) -> Any:
         """One number: what the object makes of all batches."""
-        return float(self._counted.compute())
+        return self._counted.compute()
 
 
 def can_count(metric: Any) -> bool:
@@ -217,11 +211,39 @@ def as_metrics(given: Mapping[str, Any] | None) -> dict[str, Metric]:
     """Metrics by name; a function becomes its mean over the batches."""
     found: dict[str, Metric] = {}
     for name, metric in (given or {}).items():
-        if isinstance(metric, Metric):
+        if isinstance(metric, Metric) and _takes_all(metric):
             found[name] = metric
         else:
             found[name] = OfObject(metric) if can_count(metric) else BatchMean(name, metric)
     return found
+
+
+def _takes_all(metric: Metric) -> bool:
+    """Whether it is updated by keywords; else as metrics of other libraries are."""
+    try:
+        signature(metric.update).bind(outputs=None, target=None, loss=None, num_samples=0)
+    except TypeError:
+        return False
+    return True
+
+
+def computed(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The number that each metric makes of the batches that it has seen.
+
+    Raises:
+        ConfigurationError: One gives no number.
+    """
+    return {name: _number(name, metric.compute()) for name, metric in metrics.items()}
+
+
+def _number(name: str, found: Any) -> float:
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"metric {name!r} gave {_describe(found)}; expected one number\n"
+            f"  Fix: reduce it, as in .mean()."
+        ) from None
 
 
 def need_batches(num_batches: int) -> None:

@@ -266,6 +266,7 @@ class Model(Shown, Steps):
         Returns:
             The network's outputs in its own structure, on every worker. For a single ``DataLoader``
             or iterator, of batches as for ``eval`` or of inputs alone: the list of their outputs.
+            A list is one input of the network; of a list of batches pass ``iter(batches)``.
         """
         outputs = self._calls.predict(args, kwargs)
         stop_if_asked(self._engine, self._script)

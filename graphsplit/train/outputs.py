@@ -76,7 +76,7 @@ def unflatten_outputs(
             leaves.append((numbers or {})[node.name])
         else:
             leaves.append(values[output.node])
-    parts = [output.part for output in graph.outputs]
+    parts = [output.part_with(numbers or {}) for output in graph.outputs]
     return graph.output_spec.rebuild(_in_shared_memory(leaves, parts, inputs))
 
 

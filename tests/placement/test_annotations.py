@@ -44,6 +44,7 @@ def line_in(function: Callable[..., None]) -> str:
     [
         ("MS_SCHED", 0, "role 'MS_SCHED' is not known; expected 'MS_WORKER'"),
         (None, 0, "role None is not known; expected 'MS_WORKER'"),
+        (1, "MS_WORKER", "role 1 is not known; expected 'MS_WORKER'"),
         ("MS_WORKER", True, "rank True is a bool; expected an int"),
         ("MS_WORKER", "1", "rank '1' is a str; expected an int"),
         ("MS_WORKER", 1.0, "rank 1.0 is a float; expected an int"),

@@ -83,6 +83,21 @@ def test_another_dtype_shape_or_stride_is_another_signature(other):
     assert Signature.of(((X,), {})) != Signature.of(((other,), {}))
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ((X[:1],), "other shapes or dtypes"),
+        ((X.double(),), "other shapes or dtypes"),
+        ((X, 1), "other parts"),
+        ((X.clone().requires_grad_(),), "a gradient is asked for of other inputs"),
+        ((torch.ones_like(X, dtype=torch.bool),), "other shapes or dtypes"),
+        ((X.clone().as_strided(X.shape, X.stride()[::-1]),), "other strides"),
+    ],
+)
+def test_what_is_other_in_a_batch_is_told(other, told):
+    assert told in Signature.of((other, {})).difference(Signature.of(((X,), {})))
+
+
 def test_one_and_true_and_one_point_zero_are_three_signatures():
     assert len({Signature.of(((value,), {})) for value in (1, True, 1.0)}) == 3
 

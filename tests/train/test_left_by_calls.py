@@ -72,3 +72,34 @@ def test_what_calls_leave_is_known_to_the_script_and_to_other_modes(microbatches
     expected = script()
     before.put_back()
     assert ThreadCluster(lambda rank: script(), 2, is_recoverable=False).run() == [expected] * 2
+
+
+class Turning(nn.Module):
+    """Kept whole, as it asks for a value; exchanges its layers in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.first, self.second = self.second, self.first
+        x = self.second(torch.tanh(self.first(x)))
+        return x if x.sum().item() < 1e9 else x * 2
+
+
+def test_layers_that_code_kept_whole_exchanges_are_exchanged_once() -> None:
+    def script() -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), Turning())
+        for rank, layer in enumerate(net):
+            layer.place("MS_WORKER", rank)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = gs.Model(net, nn.functional.mse_loss, optimizer)
+        return [model.train_step(INPUTS, TARGETS).item() for _ in range(4)]
+
+    before = Generators.now()
+    expected = script()
+    before.put_back()
+    assert ThreadCluster(lambda rank: script(), 2, is_recoverable=False).run() == [expected] * 2

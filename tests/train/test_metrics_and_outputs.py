@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from recovery_features.parts import adam, batches, pairs, plain_net, put
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
@@ -300,6 +301,59 @@ def test_an_object_that_counts_sees_all_batches():
     assert found == {"Largest": 4.0} and type(found["Largest"]) is float
 
 
+def of_torchmetrics() -> dict[str, torchmetrics.Metric]:
+    return {
+        "Accuracy": torchmetrics.Accuracy("multiclass", num_classes=3),
+        "F1": torchmetrics.F1Score("multiclass", num_classes=3, average="macro"),
+        "AUC": torchmetrics.AUROC("multiclass", num_classes=3),  # keeps all scores
+    }
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_metrics_of_torchmetrics_see_all_batches(microbatches: int):
+    net, metrics = plain_net(place=False).eval(), of_torchmetrics()
+    with torch.no_grad():
+        for inputs, target in ordered():
+            for metric in metrics.values():
+                metric.update(net(inputs), target)
+    expected = {name: metric.compute().item() for name, metric in metrics.items()}
+
+    def script() -> Any:
+        model = model_of(metrics=of_torchmetrics(), microbatches=microbatches)
+        return [model.eval(ordered()) for _ in range(2)]
+
+    everywhere(script, [expected, expected])
+
+
 def test_what_is_no_metric_is_refused():
     with pytest.raises(ConfigurationError, match="an object with reset, update and compute"):
         gs.Model(nn.Identity(), metrics={"Largest": LargestOfAll})
+
+
+class LargestOf(gs.metrics.Metric):
+    """Is updated as metrics of other libraries are; gives all classes' largest scores, or one."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def reset(self):
+        self.largest = torch.zeros(3)
+
+    def update(self, outputs, target):
+        self.largest = torch.maximum(self.largest, outputs.amax(0))
+
+    def compute(self):
+        return self.made(self.largest)
+
+
+def test_a_metric_may_be_updated_as_those_of_other_libraries():
+    net = plain_net(place=False).eval()
+    with torch.no_grad():
+        found = max(0.0, *(net(inputs).max().item() for inputs, _ in ordered()))
+    everywhere(lambda: model_of(metrics={"L": LargestOf(torch.max)}).eval(ordered()), {"L": found})
+
+
+def test_a_metric_that_computes_no_number_is_named():
+    model = model_of(metrics={"L": LargestOf(torch.abs)})
+    with pytest.raises(ConfigurationError, match=r"metric 'L' gave \[3\]; expected one number"):
+        model.eval(ordered())

@@ -103,6 +103,10 @@ CASES: list[dict[str, Any]] = [
     {"extras": True},
     {"microbatches": 3},
     {"microbatches": 2, "schedule": "zero_bubble", "extras": True},
+    *(
+        {"microbatches": 3, "schedule": one}
+        for one in ("gpipe", "1f1b", "interleaved_1f1b", "auto")
+    ),
 ]
 
 

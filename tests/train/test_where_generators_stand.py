@@ -14,7 +14,7 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import GraphsplitError, LoaderMismatchError, OwnershipError
+from graphsplit.errors import CaptureError, GraphsplitError, LoaderMismatchError, OwnershipError
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -174,3 +174,92 @@ def test_a_hook_on_a_gradient_that_draws_is_refused(
         GraphsplitError, match=r"backward of (.|\n)* draws random numbers(.|\n)*Fix"
     ):
         ThreadCluster(script, 2, is_recoverable=False).run()
+
+
+def of_numpy_and_python() -> Any:
+    own, coin = np.random.default_rng(3), random.Random(3)
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        weight = own.random() + np.random.default_rng(own.bit_generator).random()
+        loss = nn.functional.cross_entropy(outputs, target) * weight
+        return loss if coin.random() < 0.5 else loss * 2
+
+    return loss_fn, own, coin
+
+
+def of_numpy_and_a_value() -> Any:
+    own, old = np.random.default_rng(3), np.random.RandomState(3)
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(outputs, target) * (own.random() + old.rand())
+        return loss if loss > 0.5 else loss * 2
+
+    return loss_fn, own, old
+
+
+class OfProcess:
+    """Draws from the generators that all share, like one of its own."""
+
+    def random(self) -> float:
+        return float(np.random.rand())
+
+
+def of_the_process_and_a_value() -> Any:
+    np.random.seed(3)
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(outputs, target) * np.random.rand()
+        return loss if loss > 0.5 else loss * 2
+
+    return loss_fn, OfProcess()
+
+
+class Skips(nn.Module):
+    """Asks for a value or not, as a coin says."""
+
+    def __init__(self, coin: np.random.Generator) -> None:
+        super().__init__()
+        self.coin = coin
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h if self.coin.random() < 0.5 and h.sum() > -1e9 else h * 0.5
+
+
+def test_a_coin_that_decides_whether_code_is_kept_whole_is_tossed_once() -> None:
+    coin = np.random.default_rng(1)  # that of the first toss: no value is asked for
+
+    def script(rank: int) -> None:
+        net = small()
+        net[1] = Skips(np.random.default_rng(1))
+        model_of(net).train_step(X, Y)
+
+    assert coin.random() >= 0.5
+    with pytest.raises(CaptureError, match=r"net\.1\.coin, a NumPy generator") as refused:
+        ThreadCluster(script, 2, is_recoverable=False).run()
+    assert refused.type is CaptureError
+
+
+@pytest.mark.parametrize(
+    "make", [of_numpy_and_python, of_numpy_and_a_value, of_the_process_and_a_value]
+)
+def test_a_loss_that_has_to_be_kept_whole_draws_as_often_as_it_is_called(
+    make: Callable[[], Any],
+) -> None:
+    def plain() -> Any:
+        net, (loss_fn, *generators) = small(), make()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            loss_fn(net(x), y).backward()
+            optimizer.step()
+        return net.state_dict(), [one.random() for one in generators]
+
+    def on_workers() -> Any:
+        net, (loss_fn, *generators) = small(), make()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = gs.Model(net, loss_fn, optimizer)
+        for batch in BATCHES:
+            model.train_step(*batch)
+        return model.state_dict(), [one.random() for one in generators]
+
+    assert_as_alone(plain, on_workers)

@@ -124,6 +124,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: untyped(gs.callbacks.Checkpoint)("x", extra=5),
         "Checkpoint: extra=5",
     ),
+    "nothing to load": (
+        lambda: model().load(untyped(gs.latest_checkpoint("nowhere"))),
+        "path is None; .*\n  Fix: gs.latest_checkpoint gives None",
+    ),
+    "distributed Model": (lambda: gs.distribute(untyped(model())), "not a gs.Model or"),
+    "no target": (
+        lambda: MODEL(nn.Linear(2, 2), nn.MSELoss()).explain(torch.ones(1, 2)),
+        "tuple of 1; .*\n  Fix: pass what loss_fn compares with",
+    ),
     "seed": (
         lambda: untyped(gs.microbatch_rng_state)("x", 1, 2),
         "gs.microbatch_rng_state: seed='x'",
