@@ -69,6 +69,9 @@ def train(folder: Path, *, resume: bool = False) -> None:
             guesses, y = accelerator.gather_for_metrics((guesses, y))
             num_right, num_seen = num_right + int((guesses == y).sum()), num_seen + len(y)
         accelerator.print(f"epoch {epoch}: {num_right} of {num_seen} right, norm {norm.item():.3f}")
+        if accelerator.is_main_process:
+            with (folder / "right.txt").open("a") as file:
+                file.write(f"{epoch} {num_right}\n")
         if epoch == SAVED_AT and not resume:
             accelerator.save_state(folder / "state")
     end = (losses, accelerator.get_state_dict(net), optimizer.state_dict(), torch.get_rng_state())

@@ -69,12 +69,12 @@ def train(folder: Path, *, resume: bool = False) -> None:
     gs.apply_placement(module, {"net.{0..2}": 0, "net.{3..5}": 1})
     checkpoints = ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_top_k=-1)
     trainer = lightning.Trainer(
-        max_epochs=8,
+        max_epochs=20,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=CSVLogger(folder, name="logs", version=int(resume)),
-        callbacks=[checkpoints, EarlyStopping("val_loss", patience=2)],
+        callbacks=[checkpoints, EarlyStopping("val_loss", 0.02, patience=1)],
         accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,

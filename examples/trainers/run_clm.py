@@ -82,6 +82,7 @@ def train(folder: Path, *, resume: bool = False) -> None:
     )
     trainer.train(resume_from_checkpoint=str(folder / "run/checkpoint-20") if resume else None)
     trainer.save_model(str(folder / "model"))
+    model.save_pretrained(folder / "pretrained")
     optimizer: Any = trainer.optimizer
     state, parameters = optimizer.state_dict(), model.state_dict()
     history = [

@@ -25,8 +25,10 @@ FORMS = {
 ENDS = {
     "before the end": rf"worker 0 is at the end .*; worker 1 is in save\(\) at {LINE} main",
     "sys.exit": rf"worker 1 .* failed: SystemExit: 0: .*; {LINE} on_step_end",
-    "os._exit": rf"worker 1 .* was lost: .*; last reported: {LINE} main",
-    "before the first step": rf"worker 1 .* was lost: .*; last reported: {LINE} main, before",
+    "os._exit": rf"worker 1 .* was lost: .*; last reported: os\._exit\(0\) at {LINE} on_step_end, "
+    r"from .*, in main, ",
+    "before the first step": rf"worker 1 .* was lost: .*; last reported: os\._exit\(0\) at {LINE} "
+    r"main, .*before its first step",
     "an exception": rf"worker 1 .* failed: RuntimeError: a user's bug; {LINE} on_step_end",
     "Ctrl-C": rf"worker 1 was killed by SIGINT; {LINE} on_step_end",
 }

@@ -81,9 +81,12 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert re.search(rf"^\[graphsplit\] worker 4 ended because worker 2 {lost}", tutorial, re.M)
 
 
-def test_a_child_that_the_script_forks_ends_as_any_other_process():
+def test_children_that_the_script_forks_end_and_a_module_that_nobody_was_given_is_named():
     job = run_job("failing.py", "forks", workers=3)
-    assert job.status == 0 and "child: -15" in job.lines_of("worker 1"), job.output
+    assert job.status == 0, job.output
+    assert {"child: -15", "pool: [1, 2]"} <= set(job.lines_of("worker 1")), job.output
+    told = r"never given to a gs\.Model or .*: Linear at .*failing\.py:\d+$"
+    assert re.search(told, "\n".join(job.lines_of("worker 0")), re.M), job.output
 
 
 def test_loaders_that_disagree_are_named_with_the_step():

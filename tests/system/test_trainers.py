@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import torch
 from simulated.compare import difference
 
-from system.helpers import Finished, run_alone, run_job
+from system.helpers import JOBS, Finished, run_alone, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(480)]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
@@ -90,13 +91,18 @@ def on_workers(example: str, folder: Path, *arguments: str) -> Finished:
 THREE = {
     "accelerate_loop.py": [('"{3..5}": 1}', '"{3}": 2, "{4..5}": 1}')],
     "run_clm.py": [
-        ('"transformer.h.{1..3}": 1}', '"transformer.h.1": 2, "transformer.h.{2..3}": 1}')
+        ('"transformer.h.{1..3}": 1}', '"transformer.h.1": 2, "transformer.h.{2..3}": 1}'),
+        ("disable_tqdm=True", 'disable_tqdm=True, log_level="info"'),
     ],
     "lightning_module.py": [
         ('"net.{3..5}": 1}', '"net.3": 2, "net.{4..5}": 1}'),
         ("enable_progress_bar=False", "enable_progress_bar=True"),  # it looks at what is logged
     ],
 }
+
+
+# These, and the seed that Lightning sets, the libraries tell in every process.
+WARNING = re.compile(r"/\S+\.py:\d+: |\[transformers\] `loss_type=None` was set|Seed set to")
 
 
 def killed(example: str, folder: Path, rank: int, call: int) -> None:
@@ -143,10 +149,10 @@ def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(
 
     assert job.said_by("worker 0") == lines and len(lines) == 8
     assert job.said_by("worker 1") == []
-    assert files(two) == files(one) and len(files(one)) == 5
+    assert files(two) == files(one) and len(files(one)) == 6
     assert difference(end(one), end(two)) is None
-    saved = "state/model.safetensors"
-    assert (one / saved).read_bytes() == (two / saved).read_bytes()
+    for name in ("state/model.safetensors", "right.txt"):  # the latter by the main process alone
+        assert (one / name).read_bytes() == (two / name).read_bytes()
 
     lost = tmp_path / "lost"
     killed(example, lost, rank=1, call=90)  # in epoch 4, behind the checkpoint
@@ -178,9 +184,10 @@ def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
 
     assert [numbers(line) for line in printed(job, 0)] == [numbers(line) for line in lines]
     assert (len(lines), printed(job, 1)) == (8, [])
-    assert files(two) == files(one) and len(files(one)) == 37
+    assert files(two) == files(one) and len(files(one)) == 40
     assert difference(end(one), end(two)) is None
-    for name in ("model/model.safetensors", "model/config.json", "run/checkpoint-30/scheduler.pt"):
+    weights = ("model/model.safetensors", "pretrained/model.safetensors")
+    for name in (*weights, "model/config.json", "run/checkpoint-30/scheduler.pt"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
     lost = tmp_path / "lost"
@@ -223,7 +230,7 @@ def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(
 def test_a_trainer_has_the_bits_and_the_files_of_one_process_on_three_workers(
     example: str, tmp_path: Path, plain_folder: Path
 ) -> None:
-    """By gRPC; on two workers by shared memory."""
+    """By gRPC; on two workers by shared memory. One worker alone logs, warnings left out."""
     library = {"a": "accelerate", "r": "transformers", "l": "lightning"}[example[0]]
     pytest.importorskip(library, reason=f"needs graphsplit[{library}]")
     plain_once(example, plain_folder)
@@ -231,8 +238,12 @@ def test_a_trainer_has_the_bits_and_the_files_of_one_process_on_three_workers(
 
     assert files(tmp_path / "workers") == files(plain_folder / example)
     assert difference(end(plain_folder / example), end(tmp_path / "workers")) is None
+    once = {"a": "epoch 7: ", "r": "[transformers] ***** Running training *****", "l": "GPU avail"}
+    logged = [line for rank in range(3) for line in job.said_by(f"worker {rank}")]
+    assert len([line for line in logged if line.startswith(once[example[0]])]) == 1
     for rank in (1, 2):
-        assert not [line for line in job.said_by(f"worker {rank}") if line[:1] in "{e"]
+        said = job.said_by(f"worker {rank}")
+        assert [line for line in said if not WARNING.match(line)] == []
 
 
 def test_the_seq2seq_trainer_has_the_bits_of_one_process_and_refuses_to_generate(
@@ -247,6 +258,17 @@ def test_the_seq2seq_trainer_has_the_bits_of_one_process_and_refuses_to_generate
     assert job.status != 0
     assert difference(end(one), end(two)) is None
     assert files(two) == files(one)
+
+
+def test_an_own_loop_that_generates_ends_at_the_scripts_line() -> None:
+    pytest.importorskip("accelerate", reason="needs graphsplit[transformers]")
+    job = run_job("generating.py", workers=2, imports=IMPORTS["run_clm.py"])
+
+    text = (JOBS / "generating.py").read_text().splitlines()
+    (line,) = [number for number, code in enumerate(text, 1) if code.endswith("# with a cache")]
+    assert job.status != 0 and "use_cache=False" in job.output
+    assert f"jobs/generating.py:{line}; " in job.output.splitlines()[-1]
+    assert [line for line in job.said_by("worker 0") if line.startswith("loss 1.9")]
 
 
 def printed(job: Finished, rank: int) -> list[str]:

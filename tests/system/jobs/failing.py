@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -50,6 +51,8 @@ class Trouble(gs.callbacks.Callback):
                 time.sleep(60)
             if WHAT == "forks":
                 print(f"child: {os.waitstatus_to_exitcode(os.wait()[1])}", flush=True)
+                with multiprocessing.get_context("fork").Pool(2) as pool:
+                    print(f"pool: {pool.map(abs, [-1, -2])}", flush=True)
         elif WHAT == "killed" and gs.get_rank() == 2:
             time.sleep(60)  # busy with something else when the others fail
 
@@ -61,6 +64,8 @@ def main() -> None:
     net.table.place("MS_WORKER", 0)
     net.hidden.place("MS_WORKER", 1)
     net.head.place("MS_WORKER", 7 if WHAT == "out of range" else 2)
+    if WHAT == "forks":
+        nn.Linear(1, 1).place("MS_WORKER", 0)  # which nobody is given
     inputs = [torch.randint(0, 10, (8,)) for _ in range(40)]
     if WHAT == "bad index":
         inputs[20][3] = 99
