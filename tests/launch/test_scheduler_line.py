@@ -43,8 +43,13 @@ def run(
 
 def test_the_scheduler_hears_of_a_process_that_it_never_knew(tmp_path, monkeypatch) -> None:
     script = """
+import time
+there = folder / "there"  # whoever has not called gs.init() when a worker fails is only ended
 if role == "MS_WORKER":
+    while not there.exists():
+        time.sleep(0.01)
     sys.exit(3)
+there.write_text("")
 [note] = told()
 print(note.rank, note.how, note.pid > 0, "GS_LAUNCHER_LINE" in os.environ)
 """

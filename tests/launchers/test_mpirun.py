@@ -66,7 +66,10 @@ def test_lenet_learns_the_same_as_by_itself(tmp_path: Path, mpi: Mpi) -> None:
 
 @pytest.mark.parametrize("whom", ["launcher", "worker 0", "worker 1"])
 def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, mpi: Mpi, whom: str) -> None:
-    """Ctrl-C for the launcher; or a worker is killed, once that whose child the scheduler is."""
+    """Ctrl-C for the launcher; or a worker is killed, once that whose child the scheduler is.
+
+    MPICH's status counts no process whose own status has not reached it, as may be after Ctrl-C.
+    """
     with mpi(tmp_path, STEPS="endless") as job:
         pids = pids_of_workers(job.stdout, count=2)
         if whom == "launcher":
@@ -74,7 +77,10 @@ def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, mpi: Mpi, whom: str)
         else:
             os.kill(pids[int(whom[-1])], signal.SIGKILL)
         output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode != 0, output
+    if whom == "launcher" and mpi.name != "Open MPI":
+        assert "interrupted" in output
+    else:
+        assert job.returncode != 0, output
     assert_nothing_is_left(tmp_path)
 
 
