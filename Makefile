@@ -114,7 +114,7 @@ model-check: $(STAMP) ## everything that three workers can do while two things g
 	$(BIN)/python tests/cluster/membership_check.py $(MODEL_ARGS)
 
 # The tests run five of them. KILL_ARGS="--only PATTERN --jobs N"; rows that are there are kept.
-kill-matrix: $(STAMP) ## every process in every phase killed, stopped, or raising: 702 runs
+kill-matrix: $(STAMP) ## every process in every phase killed, stopped, or raising: 864 runs
 	$(BIN)/python tests/matrix/kill_matrix.py --out kill-matrix.jsonl $(KILL_ARGS)
 	$(BIN)/python tests/matrix/table.py kill-matrix.jsonl
 

@@ -128,13 +128,18 @@ class Feed:
             rows.refuse("the loader leads to an optimizer, or to what hooks of parameters read")
 
     def __iter__(self) -> Iterator[FeedItem]:
-        if self._job.num_workers == 1:
-            yield from self._alone()
-            return
-        with self._readers.being_read(self._reading, self.leader):
-            for fed in self._lead() if self._is_leading else self._follow():
-                yield fed
-                self._job.member.position.calls.pass_milestone()
+        try:
+            if self._job.num_workers == 1:
+                yield from self._alone()
+                return
+            with self._readers.being_read(self._reading, self.leader):
+                for fed in self._lead() if self._is_leading else self._follow():
+                    yield fed
+                    self._job.member.position.calls.pass_milestone()
+        finally:
+            # Now, whoever still holds the feed: a loader's processes do not hear of its end from
+            # an iterator that lies in a cycle, and are then waited for, 5 s each.
+            self._cursor = self._next = None
 
     def _alone(self) -> Iterator[FeedItem]:
         """There is nobody to tell, and nothing to compare."""
@@ -161,13 +166,13 @@ class Feed:
     def _lead(self) -> Iterator[FeedItem]:
         watch, memory = GeneratorWatch(), loader_memory(self._loader)
         watch.look()
-        cursor = self._open_cursor()
+        self._open_cursor()
         planned: PlannedStep | None = None
         looked: tuple[Any, ...] = ()
         while True:
             if is_known := self._step > 0:
                 watch.look()
-            division = None if self._is_stopped() else self._draw_from(cursor)
+            division = None if self._is_stopped() else self._draw()
             process, state = watch.look(), torch_state()
             news = b"" if is_known and state == self._known else state
             previous = self._checksum or 0

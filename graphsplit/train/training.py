@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
+
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import (
     ConfigurationError,
@@ -87,8 +89,8 @@ class TrainingLoop:
         for start in run:
             self._tell("on_epoch_begin")
             run.begin(start)
-            losses, witness = self._engine.train_epoch(loader, start, is_last), self._engine.witness
-            for loss in losses if witness is None else witness.of_epoch(losses):
+            # Under no name: an error, which holds the names, would keep it and its loader open.
+            for loss in self._losses(loader, start, is_last):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
                 beside = self._engine.beside
@@ -105,6 +107,10 @@ class TrainingLoop:
             if stopping.after_epoch():
                 break
         self._tell("on_train_end")
+
+    def _losses(self, *epoch: Any) -> Iterator[torch.Tensor]:
+        losses, witness = self._engine.train_epoch(*epoch), self._engine.witness
+        return losses if witness is None else witness.of_epoch(losses)
 
     def _tell(self, method: str) -> None:
         """Call a method of every callback. Whoever makes a call there alone is found out."""

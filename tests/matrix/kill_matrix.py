@@ -20,7 +20,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from matrix.faults import EXCEPTION, Fault
 from matrix.forked import warm_up
-from matrix.runs import FAIL_FAST, JOURNAL, LOOP, NUM_WORKERS, WAIT_REJOIN, Case, Run
+from matrix.runs import (
+    FAIL_FAST,
+    GO_ON,
+    JOURNAL,
+    LOOP,
+    NEWCOMER,
+    NUM_WORKERS,
+    WAIT_REJOIN,
+    Case,
+    Run,
+)
 from matrix.table import PHASES, read, to_line
 
 HOWS = ("SIGKILL", "SIGSTOP", EXCEPTION)
@@ -66,13 +76,18 @@ def fault_of(victim: str, phase: str, how: str, seed: int, policy: str) -> Fault
 
 
 def all_cases() -> Iterator[Case]:
-    """The whole matrix, two runs for a cell of a worker and of the scheduler each."""
+    """The whole matrix, two runs for a cell of a worker and of the scheduler each.
+
+    Of those that go on without a worker, one without and one with another one in its place.
+    """
     for seed in range(2):
-        for policy in (FAIL_FAST, WAIT_REJOIN, JOURNAL, LOOP):
+        for policy in (FAIL_FAST, WAIT_REJOIN, JOURNAL, LOOP, NEWCOMER if seed else GO_ON):
             for victim in ("scheduler", *(f"worker {rank}" for rank in range(NUM_WORKERS))):
                 if policy == JOURNAL and victim != "scheduler":
                     continue
                 for how in HOWS:
+                    if policy == NEWCOMER and (victim == "scheduler" or how == EXCEPTION):
+                        continue  # nobody is to come
                     for phase in PHASES:
                         fault = fault_of(victim, phase, how, seed, policy)
                         yield Case(phase, policy, seed, fault)

@@ -19,9 +19,11 @@ from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.launchers.ports import find_free_port
 from matrix.faults import HIT, TOLD, Fault
 from matrix.forked import start_forked
-from matrix.table import Row
+from matrix.table import OF_REPLICAS, Row
 
-JOB, LOOP_JOB = (Path(__file__).parent / name for name in ("job.py", "loop_job.py"))
+JOB, LOOP_JOB, REPLICA_JOB = (
+    Path(__file__).parent / name for name in ("job.py", "loop_job.py", "replica_job.py")
+)
 NUM_WORKERS = 3
 NODE_TIMEOUT_S = 6.0
 TOPO_TIMEOUT_S = 8.0
@@ -32,6 +34,7 @@ PROMPT_S = 1.5
 
 FAIL_FAST, WAIT_REJOIN, JOURNAL = "fail_fast", "wait_rejoin", "wait_rejoin + journal"
 LOOP = "wait_rejoin + gs.loop"
+GO_ON, NEWCOMER = OF_REPLICAS
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,19 @@ class Case:
     @property
     def job(self) -> Path:
         """The script that its processes run."""
+        if self.policy in OF_REPLICAS:
+            return REPLICA_JOB
         return LOOP_JOB if self.policy == LOOP else JOB
+
+    @property
+    def recovery(self) -> str:
+        """The value of ``GS_RECOVERY``."""
+        return self.policy.split(" + ", maxsplit=1)[0]
+
+    @property
+    def restarts(self) -> int:
+        """How many processes the launcher may start again."""
+        return 0 if self.policy in (FAIL_FAST, GO_ON) else RESTARTS
 
     @property
     def carries_on(self) -> bool:
@@ -56,6 +71,8 @@ class Case:
             return False
         if self.fault.what == "JOIN" and self.fault.how == "SIGSTOP":
             return False  # nobody has heard of it yet
+        if self.policy == GO_ON and self.phase == "registering":
+            return False  # there is no job yet that could go on
         return self.policy == JOURNAL or self.fault.victim != "scheduler"
 
     @property
@@ -105,7 +122,7 @@ class Run:
             **{name: value for name, value in os.environ.items() if name[:3] not in ("MS_", "GS_")},
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.folder / "tmp"),
-            "GS_RECOVERY": FAIL_FAST if self.case.policy == FAIL_FAST else WAIT_REJOIN,
+            "GS_RECOVERY": self.case.recovery,
             "GS_SNAPSHOT_EVERY": "2",
         }
         if self.case.fault.how == "SIGSTOP":
@@ -140,24 +157,23 @@ class Run:
             specs = job_children(
                 self._environ(), num_workers=NUM_WORKERS, host="127.0.0.1", port=self.port
             )
-            has_restarts = self.case.policy != FAIL_FAST
             ended = supervise(
                 specs,
                 [sys.executable, str(self.case.job), str(self.folder)],
                 console=console,
                 log_dir=self.folder / "logs",
                 restarts=Restarts(
-                    processes=RESTARTS if has_restarts else 0,
+                    processes=self.case.restarts,
                     with_scheduler=self.case.policy == JOURNAL,
+                    goes_on=self.case.recovery == GO_ON,
                 ),
                 start=start_forked,
             )
             return say(console, ended)
 
     def _start_real(self) -> int:
-        restarts = 0 if self.case.policy == FAIL_FAST else RESTARTS
         command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(NUM_WORKERS),
-                   "--port", str(self.port), "--restarts", str(restarts),
+                   "--port", str(self.port), "--restarts", str(self.case.restarts),
                    "--log-dir", str(self.folder / "logs"), "--",
                    str(self.case.job), str(self.folder)]  # fmt: skip
         with (self.folder / "output").open("wb") as output:
@@ -225,6 +241,8 @@ class Verdicts:
             self.wrong.append(f"status {self._run.status}: {self._last_line()}")
             return
         for rank in range(NUM_WORKERS):
+            if self._case.policy == GO_ON and f"worker {rank}" == self._fault.victim:
+                continue  # the others went on without it
             said = [s for s in self._lines_of(f"worker {rank}") if not s.startswith("[graphsplit]")]
             if said[-len(reference) :] != reference:
                 self.wrong.append(f"worker {rank} said {said[-len(reference) :]}")

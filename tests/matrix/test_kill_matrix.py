@@ -1,4 +1,4 @@
-"""Five runs of the matrix, started as users do, and the rules of its table."""
+"""Six runs of the matrix, started as users do, and the rules of its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from matrix.kill_matrix import all_cases, fault_of, run_all
-from matrix.runs import FAIL_FAST, JOURNAL, LOOP, WAIT_REJOIN, Case
+from matrix.runs import FAIL_FAST, GO_ON, JOURNAL, LOOP, NEWCOMER, WAIT_REJOIN, Case
 from matrix.table import MARK, PHASES, Row, cell, read, table, to_line, with_table
 
 ROW = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 0, 137, 0.4, ok=True)
@@ -23,6 +23,7 @@ ROW = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 0, 137, 0.4, ok=True)
         ("worker 0", "finishing", "SIGKILL", WAIT_REJOIN, 1),
         ("scheduler", "optimizer", "SIGSTOP", JOURNAL, 0),
         ("worker 0", "eval", "SIGSTOP", LOOP, 1),
+        ("worker 1", "backward", "SIGKILL", GO_ON, 0),
     ],
 )
 def test_a_fault_ends_the_job_as_its_policy_says(
@@ -40,7 +41,7 @@ def test_a_fault_ends_the_job_as_its_policy_says(
 def test_every_process_is_hit_in_every_phase_in_every_way() -> None:
     found = {(c.fault.victim, c.phase, c.fault.how, c.policy) for c in all_cases()}
     processes = ("scheduler", "worker 0", "worker 1", "worker 2")
-    for policy in (FAIL_FAST, WAIT_REJOIN, LOOP):
+    for policy in (FAIL_FAST, WAIT_REJOIN, LOOP, GO_ON):
         for process in processes:
             for how in ("SIGKILL", "SIGSTOP", "exception"):
                 assert {p for v, p, h, at in found if (v, h, at) == (process, how, policy)} == set(
@@ -74,3 +75,5 @@ def test_a_cell_counts_what_was_as_it_must_be_and_names_the_longest_time() -> No
     again = with_table(document, [loop], "def5678")
     assert "1 runs at commit `def5678`" in again and "in own loops" in again
     assert processes in again and network in again
+    replica = Row("worker 1", "forward", "SIGKILL", NEWCOMER, 1, 0, 0.4, ok=True)
+    assert "among replicas" in with_table(again, [replica], "def5678")

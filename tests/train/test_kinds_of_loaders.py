@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,6 +93,40 @@ def test_processes_of_a_loader_that_outlive_an_epoch():
 
 
 @on_threads
+class Breaks(gs.callbacks.Callback):
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        if context.step == 2:
+            raise RuntimeError("broken off")
+
+
+class BreaksWithin(gs.callbacks.Callback):
+    def on_gradients(self, context: gs.callbacks.RunContext) -> None:
+        if context.step == 2:
+            raise RuntimeError("broken off")
+
+
+@on_threads
+@pytest.mark.parametrize("breaks", [Breaks, BreaksWithin])
+def test_processes_of_a_loader_end_with_the_epoch_that_is_broken_off(breaks: Any):
+    """Whoever holds the error, and though it lies in a cycle: else each is waited for, for 5 s."""
+
+    kept = []
+
+    def script() -> None:
+        net = plain_net(place=True)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        try:
+            model.train(1, DataLoader(list(pairs()), 8, num_workers=2), [breaks()])
+        except Exception as error:
+            kept.append(error)
+            raise
+
+    with pytest.raises(RuntimeError, match="broken off"):
+        ThreadCluster(lambda _: script(), NUM_WORKERS, is_recoverable=False).run()
+    assert len(kept) == NUM_WORKERS
+    assert not multiprocessing.active_children()
+
+
 def test_an_endless_stream_is_stopped():
     def endless() -> DataLoader[Any]:
         return DataLoader(Stream(is_endless=True), batch_size=8)
