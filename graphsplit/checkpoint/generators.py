@@ -10,15 +10,19 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from graphsplit.encoding.values import Fixed
 from graphsplit.guards.values import BY_VALUE, freeze, same
 from graphsplit.tensor_meta import has_same_bits
+from graphsplit.torch_ext.private import end_processes, has_processes
 
 _PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+_PROCESSES = "processes"
 _COUNTERS_OF_DATA = frozenset(("epoch", "_epoch"))
 
 
@@ -86,7 +90,8 @@ def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
     """The state that decides a loader's next batches beside generators given by name.
 
     The process's generators; generators of any library in the attributes of its sampler and data
-    set; and whole numbers that a sampler keeps, such as the epoch.
+    set; whole numbers that a sampler keeps, such as the epoch; and whether its processes have
+    begun, if they persist.
 
     Args:
         loader: The loader.
@@ -98,6 +103,8 @@ def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
             state = _state_of(path, name, value)
             if state is not None:
                 found[f"{path}:{name}"] = state
+    if _has_persistent(loader):
+        found[_PROCESSES] = has_processes(loader) or loader in _begun
     return found
 
 
@@ -110,6 +117,41 @@ def put_remembered(loader: Any, states: Mapping[str, Any]) -> None:
             state = states.get(f"{path}:{name}")
             if state is not None:
                 _put_state(part, name, value, state)
+    if _PROCESSES in states and _has_persistent(loader):
+        _put_processes(loader, has_begun=bool(states[_PROCESSES]))
+
+
+def _has_persistent(loader: Any) -> bool:
+    is_plain = isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict")
+    return is_plain and loader.persistent_workers and loader.num_workers > 0
+
+
+def _put_processes(loader: DataLoader[Any], *, has_begun: bool) -> None:
+    if has_begun:
+        _begun.add(loader)
+        return
+    _begun.discard(loader)
+    if has_processes(loader):
+        end_processes(loader)
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """Iterate over a loader, from where ``put_remembered`` has brought it.
+
+    A loader whose processes persist draws for their seed when they begin, and in no later epoch.
+    They may have begun in a process that is gone; then that draw was in an earlier epoch.
+    """
+    if not _has_persistent(loader) or loader not in _begun or has_processes(loader):
+        return iter(loader)
+    held = vars(loader)
+    own, held["generator"] = held["generator"], torch.Generator()
+    try:
+        return iter(loader)
+    finally:
+        held["generator"] = own
+
+
+_begun: WeakSet[Any] = WeakSet()
 
 
 def named_parts(loader: Any) -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,7 @@ from graphsplit.batches.rows import (
     rows_in_words,
 )
 from graphsplit.batches.signature import fingerprint
+from graphsplit.checkpoint.generators import iterate
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.data_watch import (
@@ -408,8 +409,7 @@ class _Hook:
         held.update(places)
         self._ask = ask
         try:
-            batches: Iterator[Any] = iter(loader)
-            return batches
+            return iterate(loader)
         finally:
             held.update(own)
             self._ask = None

@@ -50,6 +50,17 @@ CONTRACT: tuple[PrivateName, ...] = (
         "_grouped_mm takes dtypes on the CPU that its meta function refuses (meta_functions.py)",
         *("_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"),
     ),
+    # Loaders: torch/utils/data/dataloader.py.
+    *_of(
+        "torch.utils.data.DataLoader()",
+        "whether processes that persist are there: the first epoch draws for their seed",
+        "_iterator",
+    ),
+    *_of(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        "ends them where a run goes back to before they began",
+        "_shutdown_workers",
+    ),
     # Operators and dispatch: torch/_ops.py, torch/utils/_python_dispatch.py.
     *_of(
         "torch._ops",

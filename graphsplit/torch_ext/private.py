@@ -47,6 +47,7 @@ from torch.utils._foreach_utils import _has_foreach_support as has_foreach_suppo
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
+from torch.utils.data import DataLoader
 
 __all__ = [
     "CHECKPOINT",
@@ -267,3 +268,15 @@ def is_checkpointing() -> bool:
     """Whether ``torch.utils.checkpoint`` keeps what operations save, or runs them once more."""
     hooks = _top_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+
+
+def has_processes(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's processes, which persist, are there."""
+    return loader._iterator is not None
+
+
+def end_processes(loader: DataLoader[Any]) -> None:
+    """End a loader's processes, which persist: the next iteration starts others."""
+    iterator: Any = loader._iterator
+    loader._iterator = None
+    iterator._shutdown_workers()

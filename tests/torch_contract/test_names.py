@@ -32,6 +32,7 @@ _MADE: dict[str, Any] = {
     "torch.jit.script()._c": _scripted._c,
     "torch.optim.SGD()": _scheduled,
     "torch.sparse()": torch.eye(1).to_sparse(),
+    "torch.utils.data.DataLoader()": torch.utils.data.DataLoader([0]),
     "torch.amp.GradScaler()": torch.amp.GradScaler("cpu"),
 }
 with suppress(ImportError):

@@ -6,11 +6,12 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recovery_features.parts import Last, adam, pairs, plain_net, put
+from recovery_features.parts import Last, adam, all_of, pairs, plain_net, put
 from recovery_helpers import ThreadCluster, threads_as_workers
 from simulated.compare import difference
 from torch import nn
@@ -18,6 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.settings import GO_ON, WAIT_REJOIN
+from graphsplit.torch_ext.private import end_processes, has_processes
 
 assert threads_as_workers
 NUM_WORKERS = 3
@@ -92,7 +96,66 @@ def test_processes_of_a_loader_that_outlive_an_epoch():
     assert difference(expected, trained(kept(), 3)) is None
 
 
+class SaveAt(gs.callbacks.Callback):
+    def __init__(self, at: int, path: Path) -> None:
+        self._at, self._path = at, path
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        if context.model.position.num_steps == self._at:
+            context.model.save(self._path)
+            context.stop()
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_processes_that_had_begun_before_a_run_was_saved(at: int, is_given: bool, tmp_path: Path):
+    """The first epoch draws for their seed, and no later one: a new process knows of it."""
+
+    def loader() -> DataLoader[Any]:
+        draws = torch.Generator().manual_seed(5) if is_given else None
+        options: Any = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(pairs(), 8, shuffle=True, generator=draws, **options)
+
+    def run(*callbacks: Any, path: Path | None = None) -> Any:
+        net, last = plain_net(place=False), Last()
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        if path is not None:
+            model.load(path)
+        model.train(3, loader(), [last, *callbacks])
+        return last.losses, torch.get_rng_state()
+
+    whole = run()
+    run(SaveAt(at, tmp_path / "save"))
+    assert difference(whole, run(path=tmp_path / "save")) is None
+
+
 @on_threads
+@pytest.mark.parametrize(("policy", "at"), [(GO_ON, 40), (GO_ON, 80), (WAIT_REJOIN, 80)])
+def test_processes_that_persist_where_a_worker_is_lost(policy: str, at: int):
+    loaders: list[DataLoader[Any]] = []
+
+    def script(ranks: list[int]) -> Any:
+        torch.manual_seed(0)
+        net, last = plain_net(place=False), Last()
+        if ranks:
+            net.place(ranks)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=4)
+        data = DataLoader(pairs(), 8, shuffle=True, num_workers=1, persistent_workers=True)
+        loaders.append(data)
+        model.train(4, data, [last])
+        return last.losses, all_of(model, is_end=False)
+
+    expected = script([])
+    settings = SnapshotSettings(every=1)
+    cluster = ThreadCluster(lambda _: script([0, 1]), 2, settings, {1: [at]}, policy=policy)
+    found = cluster.run()
+    for one in filter(has_processes, loaders):
+        end_processes(one)
+    assert cluster.num_killed == 1
+    for rank in cluster.seats:
+        assert difference(expected, found[rank]) is None
+
+
 class Breaks(gs.callbacks.Callback):
     def on_step_end(self, context: gs.callbacks.RunContext) -> None:
         if context.step == 2:
@@ -127,6 +190,7 @@ def test_processes_of_a_loader_end_with_the_epoch_that_is_broken_off(breaks: Any
     assert not multiprocessing.active_children()
 
 
+@on_threads
 def test_an_endless_stream_is_stopped():
     def endless() -> DataLoader[Any]:
         return DataLoader(Stream(is_endless=True), batch_size=8)
