@@ -416,9 +416,7 @@ class Feed:
             torch.default_generator.set_state(state)
 
     def _draw(self) -> Division | None:
-        return self._draw_from(self._cursor or self._open_cursor())
-
-    def _draw_from(self, cursor: Iterator[Division]) -> Division | None:
+        cursor = self._cursor or self._open_cursor()
         if self._job.recovery_policy not in (WAIT_REJOIN, GO_ON):
             return next(cursor, None)
         with self._planner.writes.hooks.left_by_loader():
