@@ -90,6 +90,16 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def past_pythons(frame: FrameType | None) -> FrameType | None:
+    """A frame, or the innermost around it that is not of Python's own library."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" in file or not file.startswith((_PYTHON, "<frozen ")):
+            break
+        frame = frame.f_back
+    return frame
+
+
 def script_frame(frame: FrameType | None) -> FrameType | None:
     """The user's innermost frame of a running stack that is in no library that trains for him."""
     found = inner = users_frame(frame)

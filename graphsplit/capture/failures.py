@@ -39,7 +39,7 @@ _PACKING = r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' fa
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
-        r"|passed to Sym(Float|Int)|DataDependentOutput|DynamicOutputShape|NestedTensor"
+        r"|Sym(Float|Int|Bool)\b|DataDependentOutput|DynamicOutputShape|NestedTensor"
         r"|sympy expression is NaN",  # a value and an infinite number
         _VALUES,
         "replace the Python branch by torch.where, or compute the condition from shapes or "

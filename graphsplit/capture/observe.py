@@ -46,7 +46,7 @@ from graphsplit.torch_ext.private import (
     leaves_of,
     pytree,
 )
-from graphsplit.torch_ext.replaced import ANNOTATE, FORMAT, replaced
+from graphsplit.torch_ext.replaced import ANNOTATE, replaced
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _MAX_ANSWERS = 1000
@@ -182,7 +182,6 @@ def unrecorded(observer: Observer) -> Iterator[None]:
         stack.enter_context(without_modes(TRACERS))
         stack.enter_context(_placements_noted(observer))
         stack.enter_context(_assignments_noted(observer))
-        stack.enter_context(_numbers_formatted())
         stack.enter_context(_values_put_back(observer.overwritten))
         stack.enter_context(observer)
         yield
@@ -275,18 +274,6 @@ def _generators_kept(observer: Observer) -> Iterator[None]:
             if holder.has_changed():
                 observer.drawn_from.append(holder)
                 holder.put_back()
-
-
-@contextmanager
-def _numbers_formatted() -> Iterator[None]:
-    """Let ``f"expert_{index}"`` ask for a number, as it does of a tensor with values."""
-    original = getattr(*FORMAT)
-
-    def format_tensor(self: torch.Tensor, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else original(self, spec)
-
-    with replaced(*FORMAT, format_tensor):
-        yield
 
 
 @contextmanager

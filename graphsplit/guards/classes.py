@@ -235,8 +235,11 @@ class HookedClasses:
         self._replaced: dict[type, dict[str, Any]] = {}
 
     def add(self, kind: type) -> None:
-        """Hook a class, unless a class that it inherits from is; one that is fixed stays so."""
-        if _is_hooked(kind):
+        """Hook a class, unless a class that it inherits from is; one that is fixed stays so.
+
+        That of classes stays as well: what is read of a class is seen without.
+        """
+        if issubclass(kind, type) or _is_hooked(kind):
             return
         hooks = (
             _reading(kind.__getattribute__, self._hooks),

@@ -95,8 +95,10 @@ CONTRACT: tuple[PrivateName, ...] = (
     ),
     *_of(
         "torch.fx.experimental.proxy_tensor",
-        "a module that stands in two places is itself while it is recorded (eager_mode.py)",
+        "a module that stands in two places is itself while it is recorded, and one whose call "
+        "raises is left (eager_mode.py)",
         *("_ModuleStackTracer.getattr", "_ModuleStackTracer.path_of_module"),
+        "_ModuleStackTracer.call_module",
         "PythonKeyTracer.getattr",
     ),
     *_of(

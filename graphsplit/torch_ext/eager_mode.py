@@ -55,15 +55,29 @@ def as_in_eager_mode() -> Iterator[None]:
 
 @contextmanager
 def modules_in_two_places() -> Iterator[None]:
-    """Let a module be itself in all its places; its path is the one below what called it."""
+    """Let a module be itself in all its places; its path is the one below what called it.
+
+    A call that raises an error is over, for code that catches the error and calls others.
+    """
     with (
+        replaced(_ModuleStackTracer, "call_module", _call_module),
         replaced(_ModuleStackTracer, "getattr", PythonKeyTracer.getattr),
         replaced(_ModuleStackTracer, "path_of_module", _path_below_callers),
     ):
         yield
 
 
+_called: Any = _ModuleStackTracer.call_module
 _path_of_module: Any = _ModuleStackTracer.path_of_module
+
+
+def _call_module(tracer: Any, *call: Any) -> Any:
+    depth = len(tracer.module_stack)
+    try:
+        return _called(tracer, *call)
+    finally:
+        while len(tracer.module_stack) > depth:
+            tracer.module_stack.popitem()
 
 
 def _path_below_callers(tracer: Any, module: torch.nn.Module) -> str:

@@ -37,6 +37,7 @@ from graphsplit.capture.numbers.lifted import (
     made,
     node_of,
 )
+from graphsplit.capture.numbers.texts import is_instance
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.classes import is_watchable_module
 from graphsplit.guards.values import SYMBOLIC
@@ -207,7 +208,7 @@ def _number(value: Any) -> Any:
 
 def _is_instance(one: Any, kinds: Any) -> bool:
     if not _are_lifted((one,)):
-        return isinstance(one, kinds)
+        return is_instance(one, kinds)
     return bool(made(_here.lifted, isinstance, (one, kinds)))
 
 

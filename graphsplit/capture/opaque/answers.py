@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphsplit.capture.failures import comes_of_capture
 from graphsplit.capture.observe import Observer, TooManyQuestionsError
 from graphsplit.errors import CaptureError, GraphsplitError
 from graphsplit.torch_ext.private import DataDependentOutputException, pytree
@@ -53,8 +52,6 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if answer is None and not comes_of_capture(error):
-                break
         if runs and answer is None:
             return runs[0]
     if not runs:

@@ -121,8 +121,6 @@ class Asking(TorchCalls):
 
         Where the code ends in the error that is known, that stands in for a question.
         """
-        stack = get_proxy_mode().tracer.module_stack  # type: ignore[union-attr]
-        before = dict(stack)
         self._is_off = False
         try:
             found = function()
@@ -131,8 +129,6 @@ class Asking(TorchCalls):
                 self.unanswered = torch.zeros(())
             if self.unanswered is None or isinstance(error, KeyboardInterrupt):
                 raise
-            stack.clear()
-            stack.update(before)
         finally:
             self._is_off = True
         return found if self.unanswered is None else [self.unanswered]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.capture.numbers.texts import is_instance, kind_of
 from graphsplit.frames import is_own
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.tensor_attributes import Tensors
@@ -59,7 +60,7 @@ def _class_of(one: Any) -> type:
     real = _real_of(one)
     if isinstance(real, FakeTensor):
         return nn.Parameter if isinstance(real, nn.Parameter) else torch.Tensor
-    return type(real)
+    return kind_of(real) or type(real)
 
 
 _PLAIN_HASH: Any = torch.Tensor.__hash__
@@ -136,5 +137,5 @@ def classes_asked() -> Iterator[Callable[[], None]]:
             FakeTensor.__bases__ = bases
 
 
-FUNCTIONS: dict[str, Any] = {"id": _identity, "type": _Types}
+FUNCTIONS: dict[str, Any] = {"id": _identity, "type": _Types, "isinstance": is_instance}
 """Stand for Python's own functions among the globals of code that is recorded."""
