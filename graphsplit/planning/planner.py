@@ -196,6 +196,8 @@ class Planner:
         """The plain values that network or loss may read and a loader may change."""
         task, rules, hooks = self._task, self._task.optimizers, self.writes.hooks.all()
         objects = [*rules, *(rule.state for rule in rules), *task.network.modules()]
+        if task.loss_fn is not None:
+            objects.append(task.loss_fn)
         return SharedValues((task.loss_fn, task.network), (loader,), objects, hooks)
 
     def check_python_step(

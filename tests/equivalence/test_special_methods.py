@@ -171,3 +171,24 @@ def test_a_module_that_the_script_made_itself_is_watched(monkeypatch: pytest.Mon
         made.weight = 2.0  # type: ignore[attr-defined]
 
     _check(lambda: None, use, change)
+
+
+class _Counting(type):
+    """Has its classes count their objects."""
+
+    made = 0
+
+    def __call__(cls, *args: Any) -> Any:
+        cls.made += 1
+        return super().__call__(*args)
+
+
+def test_a_metaclass_may_count_in_its_classes() -> None:
+    def before(step: int, net: Any, loss_fn: Any) -> None:
+        net.one = _Counting("One", (), {"weight": 1.0 + step})
+        net.one.made = 5 * step
+
+    def use(one: Any) -> float:
+        return float(one().weight * one.made + one().made)
+
+    _same(lambda: _Net(None, use), batches_of(4, 3, num=3), before)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from alone_helpers import assert_as_alone
+from plain_model import PlainModel
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
 from simulated.compare import difference
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import graphsplit as gs
 from graphsplit.errors import PlanMismatchError
@@ -455,3 +457,34 @@ def test_what_only_evaluation_reads_of_the_loss_may_be_changed_while_training(
     expected = train()
     for found in ThreadCluster(lambda rank: train(), NUM_WORKERS).run():
         assert difference(expected, found) is None
+
+
+class Counted:
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.mse_loss(outputs, target) * self.calls
+
+
+def test_a_sampler_may_read_what_the_loss_counts() -> None:
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net, loss_fn = Scaled(), Counted()
+
+        class Order(Sampler[int]):
+            def __iter__(self) -> Any:
+                return iter([(i + loss_fn.calls) % 12 for i in range(12)])
+
+            def __len__(self) -> int:
+                return 12
+
+        loader = DataLoader(Changing(lambda index, num: None), batch_size=4, sampler=Order())
+        model = make(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.05))
+        model.train(3, loader)
+        return model.state_dict(), loss_fn.calls
+
+    assert_as_alone(lambda: run(PlainModel), lambda: run(gs.Model), NUM_WORKERS)
