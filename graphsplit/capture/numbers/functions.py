@@ -37,7 +37,7 @@ from graphsplit.capture.numbers.lifted import (
     made,
     node_of,
 )
-from graphsplit.capture.numbers.texts import is_instance
+from graphsplit.capture.numbers.texts import STAND_FOR_ISINSTANCE, is_instance
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.classes import is_watchable_module
 from graphsplit.guards.values import SYMBOLIC
@@ -210,6 +210,9 @@ def _is_instance(one: Any, kinds: Any) -> bool:
     if not _are_lifted((one,)):
         return is_instance(one, kinds)
     return bool(made(_here.lifted, isinstance, (one, kinds)))
+
+
+STAND_FOR_ISINSTANCE.add(_is_instance.__code__)
 
 
 CONVERSIONS: dict[str, Any] = {

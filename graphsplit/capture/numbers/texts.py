@@ -54,6 +54,10 @@ def is_instance(one: Any, kinds: Any, /) -> bool:
     return isinstance(one, kinds) or (kind is not None and issubclass(kind, kinds))
 
 
+STAND_FOR_ISINSTANCE = {is_instance.__code__}
+"""The code that the user's calls so; who asks a tensor for its class asks for the user."""
+
+
 def _asking(kind: Any, name: str) -> Callable[..., Any]:
     plain = getattr(kind, name)
 

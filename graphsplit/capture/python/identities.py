@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.numbers.texts import is_instance, kind_of
+from graphsplit.capture.numbers.texts import STAND_FOR_ISINSTANCE, is_instance, kind_of
 from graphsplit.frames import is_own
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.tensor_attributes import Tensors
@@ -111,8 +111,8 @@ class _AnswersForClass(torch.Tensor):
 
     def _answer(self) -> type:
         frame: Any = sys._getframe(1)
-        if frame.f_code is _IS_PARAMETER:  # a class derived from parameters asks on
-            frame = frame.f_back
+        while frame.f_code is _IS_PARAMETER or frame.f_code in STAND_FOR_ISINSTANCE:
+            frame = frame.f_back  # a class derived from parameters asks on
         is_users = is_watched_code(frame.f_code, frame.f_globals)
         return _class_of(self) if is_users else type(self)
 
