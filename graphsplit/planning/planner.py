@@ -195,9 +195,7 @@ class Planner:
     def values_shared_with(self, loader: Any) -> SharedValues:
         """The plain values that network or loss may read and a loader may change."""
         task, rules, hooks = self._task, self._task.optimizers, self.writes.hooks.all()
-        objects = [*rules, *(rule.state for rule in rules), *task.network.modules()]
-        if task.loss_fn is not None:
-            objects.append(task.loss_fn)
+        objects = [*rules, *(rule.state for rule in rules), *task.network.modules(), task.loss_fn]
         return SharedValues((task.loss_fn, task.network), (loader,), objects, hooks)
 
     def check_python_step(

@@ -86,7 +86,8 @@ class SharedValues:
     Args:
         readers: What reads: networks, losses.
         writers: What may change something: loaders.
-        objects: What writers may change without that being compared: optimizers, parts of networks.
+        objects: What writers may change, or see change, without that being compared: optimizers,
+            parts of networks, losses. None is no object.
         code: What reads Python state without that being watched: hooks on parameters.
 
     Attributes:
@@ -107,7 +108,7 @@ class SharedValues:
         keys = {holder.key for holder in self._held if holder.is_value}
         late = _PlainWalk(()).run(code)[0] if (code := [*code]) else []
         self.is_beyond = (walk.is_ours and bool(late or objects)) or (
-            any(id(one) in walk.seen for one in objects)
+            any(one is not None and id(one) in walk.seen for one in objects)
             or any(holder.is_value and holder.key in keys for holder in late)
         )
         if self._is_all:
