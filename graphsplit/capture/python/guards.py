@@ -16,7 +16,6 @@ from torch import nn
 from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.functions import CONVERSIONS, computed_with
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
-from graphsplit.capture.numbers.texts import numbers_asked
 from graphsplit.capture.python import identities
 from graphsplit.capture.python.answers import Answers, Asking
 from graphsplit.capture.python.iterators import KeptIterators
@@ -221,7 +220,6 @@ class StateWatch:
                     compiled_branches(recorder.suspended),
                     marks.seen(),
                     identities.as_keys(),
-                    numbers_asked(),
                     identities.classes_asked() as recorder.ask_classes,
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),

@@ -21,7 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.numbers.texts import STAND_FOR_ISINSTANCE, is_instance, kind_of
+from graphsplit.capture.numbers.texts import (
+    STAND_FOR_ISINSTANCE,
+    is_instance,
+    kind_of,
+    numbers_asked,
+)
 from graphsplit.frames import is_own
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.tensor_attributes import Tensors
@@ -42,8 +47,8 @@ def stand_for(standing: Tensors, state: Tensors) -> None:
 
 @contextmanager
 def as_keys() -> Iterator[None]:
-    """Let what stands for a tensor be found under it in dictionaries and sets."""
-    with replaced(*EQUAL, _is_equal), replaced(*HASH, _hash_of):
+    """Let what stands for a tensor or a number be found under it in dictionaries and sets."""
+    with replaced(*EQUAL, _is_equal), replaced(*HASH, _hash_of), numbers_asked():
         yield
 
 
