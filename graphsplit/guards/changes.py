@@ -11,7 +11,6 @@ found out when it is captured, taken away, and left at each step on every worker
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,6 +25,7 @@ from graphsplit.guards.classes import attributes_of, is_plain_class, put_attribu
 from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
+    MUTABLE,
     SYMBOLIC,
     Frozen,
     ValueDifference,
@@ -33,6 +33,7 @@ from graphsplit.guards.values import (
     differences,
     freeze,
     is_plain,
+    items_of,
     paired,
     put_back,
     reference_of,
@@ -96,6 +97,7 @@ class Change:
         held_at: Other places, with what was there, whose containers are in what is left here.
         made: Objects that forward has made and that are in what is left here, each with the
             snapshot of its attributes.
+        behind: What was changed in containers that no place holds any more: the script may.
     """
 
     place: Place
@@ -104,6 +106,7 @@ class Change:
     is_read: bool
     held_at: tuple[tuple[Place, Any], ...] = ()
     made: tuple[tuple[Any, Frozen], ...] = ()
+    behind: tuple[Frozen, ...] = ()
 
     def named(self, lifted: Sequence[Place]) -> str:
         """The change for people; of a lifted number its value is no part of it."""
@@ -114,9 +117,9 @@ class Change:
         return f"{self.place.label}{before} to {new}"
 
     def with_names(self) -> list[Any]:
-        """A name for each object made in what is left; then the attributes of each, likewise."""
+        """A name for each object made in what is left; its attributes and what is behind, too."""
         names = {id(one): f"new {type(one).__name__} {i}" for i, (one, _) in enumerate(self.made)}
-        found = (self.new, *(own for _, own in self.made))
+        found = (self.new, *(own for _, own in self.made), *self.behind)
         return [with_leaves(one, lambda leaf: names.get(id(leaf), leaf)) for one in found]
 
     def told(self) -> str:
@@ -150,6 +153,8 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
                 for container, now in paired(old, place.read()):
                     held.setdefault(id(container), now)
     _make_again([change for change in changes if change.made], held)
+    for left_behind in chain.from_iterable(change.behind for change in changes):
+        _left(left_behind, held)
     for change in changes:
         new = value_of(change.new, lifted)
         left = _left(new, held)
@@ -240,18 +245,12 @@ def changes_of(
         CaptureError: Something was left that cannot be left again, and that is read.
     """
     found: list[Change] = []
-    held_at, regrouped = _places_of_containers(noted.values()), _regrouped(noted.values())
+    held_at = _places_of_containers(noted.values())
     for one in noted.values():
         now = one.place.read()
         is_left = one.is_written and not one.is_read  # whatever was there
         told = (_is_noted(one, difference, noted) for difference in differences(one.first, now))
-        if (
-            all(told)
-            and not is_left
-            and not regrouped.intersection(
-                (id(old), id(its_now)) for old, its_now in paired(one.first, now)
-            )
-        ):
+        if all(told) and not is_left and not _is_another(one, one.first, now, noted):
             continue
         new = freeze(now)
         objects = tuple(made_in(new, has_made))
@@ -263,17 +262,39 @@ def changes_of(
             if other is not one
         }
         held = tuple(others.values())
-        found.append(Change(one.place, one.first, new, one.is_read, held, objects))
+        behind = tuple(_left_behind(one.first, noted.values()))
+        found.append(Change(one.place, one.first, new, one.is_read, held, objects, behind))
     put_all_back(noted.values())
     made = [_with_numbers(change, compute) for change in found]
     return tuple(change for change in made if _can_be_left(change))
 
 
-def _containers(frozen: Any) -> Iterator[Any]:
+def _snapshots_in(frozen: Any) -> Iterator[Frozen]:
+    """The snapshots of a container and of those in it."""
     if isinstance(frozen, Frozen):
-        yield frozen.container
+        yield frozen
         for item in frozen.items:
-            yield from _containers(item)
+            yield from _snapshots_in(item)
+
+
+def _containers(frozen: Any) -> Iterator[Any]:
+    return (one.container for one in _snapshots_in(frozen))
+
+
+def _left_behind(first: Any, noted: Iterable[Noted]) -> Iterator[Frozen]:
+    """The contents of containers that were changed, and that no place holds any more."""
+    changed = [
+        one.container
+        for one in _snapshots_in(first)
+        if isinstance(one.container, MUTABLE) and not same(one, one.container)
+    ]
+    if changed:
+        now = chain.from_iterable(_containers(freeze(one.place.read())) for one in noted)
+        held = set(map(id, now))
+        for container in changed:
+            frozen = freeze(container)
+            if id(container) not in held and not holds(frozen, _has_no_value):
+                yield frozen
 
 
 def made_in(frozen: Any, has_made: Callable[[Any], bool]) -> list[tuple[Any, Frozen]]:
@@ -300,16 +321,23 @@ def _places_of_containers(noted: Iterable[Noted]) -> dict[int, list[Noted]]:
     return found
 
 
-def _regrouped(noted: Iterable[Noted]) -> set[tuple[int, int]]:
-    """Containers and others in their place, by identity, where one became several or was several.
+def _is_another(one: Noted, first: Any, now: Any, noted: Mapping[Any, Noted]) -> bool:
+    """Whether a container is not that of a snapshot, or one in it that is no noted place's own.
 
-    What they hold may be the same.
+    What it holds may be the same: others may know it.
     """
-    pairs = {
-        (id(old), id(now)) for one in noted for old, now in paired(one.first, one.place.read())
-    }
-    olds, nows = (Counter(pair[side] for pair in pairs) for side in (0, 1))
-    return {(o, n) for o, n in pairs if o != n and (olds[o] > 1 or nows[n] > 1)}
+    if not isinstance(first, Frozen):
+        return False
+    if first.container is not now and isinstance(now, MUTABLE):
+        return True
+    if first.content is not None or isinstance(now, (set, frozenset)):
+        return False
+    keys = first.keys or range(len(first.items))
+    return any(
+        inside(now, key, one.place).identity not in noted and _is_another(one, item, held, noted)
+        for key, item, held in zip(keys, first.items, items_of(now), strict=True)
+        if isinstance(item, Frozen)
+    )
 
 
 def put_all_back(noted: Iterable[Noted]) -> None:
@@ -346,6 +374,10 @@ def holds(value: Any, test: Callable[[Any], bool], depth: int = 3) -> bool:
 def _is_fake(value: Any) -> bool:
     """Whether a value is a tensor that has no values."""
     return isinstance(value, (FakeTensor, torch.fx.Proxy))
+
+
+def _has_no_value(value: Any) -> bool:
+    return _is_fake(value) or isinstance(value, SYMBOLIC)
 
 
 def _has_fake_key(frozen: Any) -> bool:

@@ -178,7 +178,9 @@ def thaw(frozen: Any) -> Any:
     if frozen.content is not None:
         return _array_of(frozen)
     if isinstance(frozen.container, SimpleNamespace):
-        return kind(**dict(zip(frozen.keys, items, strict=True)))
+        made = SimpleNamespace.__new__(kind)  # its constructor may be the user's
+        _fill(made, frozen.keys, items)
+        return made
     made = frozen.container.copy() if hasattr(kind, "copy") else None
     if isinstance(frozen.container, (dict, list, deque, set)) and type(made) is not kind:
         made = _copied(frozen.container)  # copy() of a class of the user's gives its base

@@ -16,7 +16,7 @@ from pass_helpers import captured
 from torch import nn
 
 from graphsplit.guards.places import entry
-from graphsplit.guards.values import freeze, put_into, same
+from graphsplit.guards.values import freeze, put_into, same, thaw
 from graphsplit.planning.python_values import PythonValues
 
 
@@ -54,6 +54,18 @@ def copied_then_changed(value: Any) -> Any:
     else:
         value[0] = 99
     return there
+
+
+class _Settings(SimpleNamespace):
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate=rate, items=[rate])
+
+
+def test_a_namespace_whose_constructor_takes_something_else_is_copied():
+    value = _Settings(0.5)
+    copied = thaw(freeze(value))
+    assert type(copied) is _Settings and copied == value
+    assert copied.items is not value.items
 
 
 def test_what_cannot_hold_a_value_is_replaced():

@@ -90,6 +90,55 @@ def _writes(step: int, net: Any) -> None:
         net.x[0] = 0.5 + step
 
 
+def _exchanges(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """They may hold the same before, or afterwards."""
+    net.x, net.y = net.y, net.x
+    net.y.add(len(net.y))
+    net.y.add(len(net.y))
+    return h * (1 + sum(net.x)) / (1 + sum(net.y))
+
+
+def _writes_in_turn(step: int, net: Any) -> None:
+    if step == 1:
+        net.x = {1, 2}
+    if step == 3:
+        net.x.discard(1)
+    if step == 4:
+        net.x.add(7)
+
+
+def _puts_another_inside(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h * net.x["y"]["z"]
+    net.x["y"] = {"z": len(net.y)}
+    net.x["y"]["z"] = net.x["y"].get("z", 1) * 0.75
+    return h * (1 + net.x["y"]["z"])
+
+
+def _makes_the_same(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.x = list(net.x)
+    return h * (1 + sum(net.x))
+
+
+def _writes_into_what_was_there(step: int, net: Any) -> None:
+    net.y[0].append(0.5)  # no longer the network's
+    net.y[0] = net.x
+
+
+def _leaves_one_behind(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.x.append(0.125)
+    net.x = net.x[-3:]
+    return h * (1 + sum(net.x)) * (1 + sum(net.y))
+
+
+def _keeps_it(step: int, net: Any) -> None:
+    if id(net) in _kept:
+        net.y[0] = sum(_kept[id(net)])
+    _kept[id(net)] = net.x
+
+
+_kept: dict[int, list[float]] = {}
+
+
 def _turns_keys(net: Any, h: torch.Tensor) -> torch.Tensor:
     """The items stay as they are, and in their order."""
     key = next(iter(net.x))
@@ -145,6 +194,10 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
     "joined once": (_makes_one_once, _writes, lambda: ([1.0], [1.0])),
     "a new one, once": (_makes_one_anew, _writes, lambda: ([1.0], [1.0])),
     "parted by forward": (_parts, _nothing, lambda: ([one := [1.0], one])),
+    "another inside": (_puts_another_inside, _nothing, lambda: ({"y": {"z": 0.5}}, [1.0])),
+    "exchanged": (_exchanges, _writes_in_turn, lambda: ({1, 2}, set())),
+    "made again": (_makes_the_same, _writes_into_what_was_there, lambda: ([1.0], [[]])),
+    "left behind": (_leaves_one_behind, _keeps_it, lambda: ([1.0], [1.0])),
     "other keys": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
     "other keys of microbatches": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
     "in an object that forward makes": (_makes_an_object, _lets_go_of_it, lambda: (None, [1.0])),
@@ -157,7 +210,7 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
-@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 6, strict=False)))
+@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 9, strict=False)))
 def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
     _follows(*CASES[case], microbatches)
 

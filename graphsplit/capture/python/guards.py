@@ -43,6 +43,7 @@ from graphsplit.guards.tensor_attributes import (
 from graphsplit.guards.values import (
     CONTAINERS,
     MISSING,
+    Frozen,
     any_leaf,
     differences,
     freeze,
@@ -380,7 +381,7 @@ def label_of_path(path: str) -> str:
 def _watched(noted: Noted, *, has_symbols: bool) -> Watched:
     """A place that was read, with what was there first."""
     first = freeze(noted.place.read()) if has_symbols else noted.first
-    if noted.is_whole:
+    if noted.is_whole or not isinstance(noted.first, Frozen):
         return Watched(noted.place, first)
     return Watched(noted.place, reference_of(noted.first), contents=first)
 
