@@ -105,7 +105,7 @@ fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ
 	$(BIN)/python tests/fuzz/frame_fuzzer.py $(FUZZ_ARGS)
 	$(BIN)/python tests/fuzz/session_fuzzer.py
 
-fuzz-changes: $(STAMP) ## thousands of random changes of what networks read; all placements of tests
+fuzz-changes: $(STAMP) ## thousands of random changes, hundreds of random programs; all placements of tests
 	ALL_COMBINATIONS=1 ALL_PLACEMENTS=1 $(BIN)/python -m pytest -n auto -m "not real_processes and not zoo" \
 		tests/equivalence $(PYTEST_ARGS)
 

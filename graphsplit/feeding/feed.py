@@ -125,7 +125,7 @@ class Feed:
         self._first: Signature | None = None  # of the batch announced last
         self._left = LeftByLoader(planner, mode, loader)
         if self._left.is_for_all:
-            rows.refuse("the loader leads to an optimizer, or to what hooks of parameters read")
+            rows.refuse("the loader leads to the loss, an optimizer or what hooks read")
 
     def __iter__(self) -> Iterator[FeedItem]:
         try:
