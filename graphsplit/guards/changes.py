@@ -244,7 +244,15 @@ def changes_of(
     Raises:
         CaptureError: Something was left that cannot be left again, and that is read.
     """
-    found: list[Change] = []
+    try:
+        found = list(_changes_in(noted, has_made))
+    finally:
+        put_all_back(noted.values())
+    made = [_with_numbers(change, compute) for change in found]
+    return tuple(change for change in made if _can_be_left(change))
+
+
+def _changes_in(noted: Mapping[Any, Noted], has_made: Callable[[Any], bool]) -> Iterator[Change]:
     held_at = _places_of_containers(noted.values())
     for one in noted.values():
         now = one.place.read()
@@ -263,10 +271,7 @@ def changes_of(
         }
         held = tuple(others.values())
         behind = tuple(_left_behind(one.first, noted.values()))
-        found.append(Change(one.place, one.first, new, one.is_read, held, objects, behind))
-    put_all_back(noted.values())
-    made = [_with_numbers(change, compute) for change in found]
-    return tuple(change for change in made if _can_be_left(change))
+        yield Change(one.place, one.first, new, one.is_read, held, objects, behind)
 
 
 def _snapshots_in(frozen: Any) -> Iterator[Frozen]:
@@ -341,9 +346,11 @@ def _is_another(one: Noted, first: Any, now: Any, noted: Mapping[Any, Noted]) ->
 
 
 def put_all_back(noted: Iterable[Noted]) -> None:
-    """Let all places hold what they held first."""
-    for one in reversed(list(noted)):
+    """Let all places hold what they held first: first the containers that others are items of."""
+    places = list(reversed(list(noted)))
+    for one in places:
         put_back(one.first)
+    for one in places:
         if one.place.read() is not reference_of(one.first):
             one.place.write(reference_of(one.first))
 

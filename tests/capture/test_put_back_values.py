@@ -15,8 +15,10 @@ import torch
 from pass_helpers import captured
 from torch import nn
 
-from graphsplit.guards.places import entry
+from graphsplit.guards.changes import changes_of, leave_all
+from graphsplit.guards.places import entry, inside
 from graphsplit.guards.values import freeze, put_into, same, thaw
+from graphsplit.guards.visitor import Noted
 from graphsplit.planning.python_values import PythonValues
 
 
@@ -66,6 +68,18 @@ def test_a_namespace_whose_constructor_takes_something_else_is_copied():
     copied = thaw(freeze(value))
     assert type(copied) is _Settings and copied == value
     assert copied.items is not value.items
+
+
+def test_items_are_put_back_after_the_list_that_they_are_in():
+    holder = {"past": [1.0, 2.0]}
+    past = entry(holder, "past", "past")
+    places = (past, inside(holder["past"], -1, past))
+    noted = {place.identity: Noted(place, freeze(place.read())) for place in places}
+    holder["past"].clear()
+    [whole, last] = changes_of(noted, compute=lambda number: None, has_made=lambda one: False)
+    assert holder == {"past": [1.0, 2.0]}
+    leave_all((whole, last), ())
+    assert holder == {"past": []}
 
 
 def test_what_cannot_hold_a_value_is_replaced():
