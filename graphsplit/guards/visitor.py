@@ -52,7 +52,14 @@ from graphsplit.guards.values import (
     reference_of,
     with_leaves,
 )
-from graphsplit.torch_ext.attributes import ALL_HOOKS, CALLS, FLAT_WEIGHTS, TABLES, writes_of
+from graphsplit.torch_ext.attributes import (
+    ALL_HOOKS,
+    CALLS,
+    FLAT_WEIGHTS,
+    NOT_SAVED,
+    TABLES,
+    writes_of,
+)
 from graphsplit.torch_ext.private import FakeTensor, disable_current_modes
 from graphsplit.torch_ext.stand_ins import StandIn
 
@@ -457,7 +464,7 @@ def is_torchs(module: nn.Module, name: str) -> bool:
     A method's name may be the user's attribute as well, or become one: ``self.type = "post"``.
     """
     held = own_dictionary(module) or {}  # not by a way of the module's own to read attributes
-    if name in TABLES or name in ALL_HOOKS or name in CALLS:
+    if name in TABLES or name in ALL_HOOKS or name in CALLS or name == NOT_SAVED:
         return True
     if name not in held and name in _OF_MODULES:
         return True
