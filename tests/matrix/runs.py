@@ -293,7 +293,7 @@ class Verdicts:
         orphans = [pid for pid in _pids_of_sessions(pids)]
         if orphans:
             self.wrong.append(f"still there: {orphans}")
-        left = [str(p) for p in (self._run.folder / "tmp").iterdir() if not _is_of_torch(p)]
+        left = [str(p) for p in (self._run.folder / "tmp").iterdir() if not _is_of_others(p)]
         left += [
             str(p) for p in Path("/dev/shm").iterdir() if any(str(pid) in p.name for pid in pids)
         ]
@@ -316,9 +316,12 @@ class Verdicts:
         return told[-1] if told else ""
 
 
-def _is_of_torch(path: Path) -> bool:
-    """Whether this is a cache of the compiler's, which outlives processes on purpose."""
-    return path.name.startswith("torchinductor_")
+def _is_of_others(path: Path) -> bool:
+    """Whether this outlives processes on purpose, or Python's own, where a process was killed.
+
+    A cache of the compiler's; the sockets by which a loader's processes hand over their tensors.
+    """
+    return path.name.startswith(("torchinductor_", "pymp-"))
 
 
 def _pids_of_sessions(sessions: set[int]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,13 @@ from matrix.runs import FAIL_FAST, GO_ON, JOURNAL, LOOP, NEWCOMER, WAIT_REJOIN, 
 from matrix.table import MARK, PHASES, Row, cell, read, table, to_line, with_table
 
 ROW = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 0, 137, 0.4, ok=True)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One with a short name: sockets of a loader's processes are in there, of 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="km-") as made:
+        yield Path(made)
 
 
 @pytest.mark.real_processes
@@ -27,14 +36,14 @@ ROW = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 0, 137, 0.4, ok=True)
     ],
 )
 def test_a_fault_ends_the_job_as_its_policy_says(
-    tmp_path: Path, victim: str, phase: str, how: str, policy: str, seed: int
+    folder: Path, victim: str, phase: str, how: str, policy: str, seed: int
 ) -> None:
     fault = fault_of(victim, phase, how, seed, policy)
     case = Case(phase, policy, seed, fault, is_real=True)
-    out = tmp_path / "rows"
-    run_all([case], tmp_path, jobs=1, limit_s=1.0, out=out)
+    out = folder / "rows"
+    run_all([case], folder, jobs=1, limit_s=1.0, out=out)
     [row] = read(out)
-    output = (tmp_path / case.name / "output").read_text()
+    output = (folder / case.name / "output").read_text()
     assert row.ok, f"{row.why}\n{output[-6000:]}"
 
 
