@@ -310,9 +310,8 @@ def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
     elif isinstance(container, deque):
         deque.clear(container)
         deque.extend(container, items)
-    elif isinstance(container, set):  # item by item, as code does: that leaves the others' order
-        ids = set(map(id, items))
-        set.difference_update(container, [i for i in items_of(container) if id(i) not in ids])
+    elif isinstance(container, set):
+        set.clear(container)
         set.update(container, items)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from graphsplit.guards.changes import changes_of, leave_all
 from graphsplit.guards.places import entry, inside
-from graphsplit.guards.values import freeze, put_back, put_into, same, thaw
+from graphsplit.guards.values import freeze, put_into, same, thaw
 from graphsplit.guards.visitor import Noted
 from graphsplit.planning.python_values import PythonValues
 
@@ -80,25 +80,6 @@ def test_items_are_put_back_after_the_list_that_they_are_in():
     assert holder == {"past": [1.0, 2.0]}
     leave_all((whole, last), ())
     assert holder == {"past": []}
-
-
-def test_a_set_keeps_the_order_of_its_items():
-    """Of 0 and 8, which meet in a table of eight, the one that came first is first."""
-    for first, second in ((0, 8), (8, 0)):
-        held = {first}
-        before = freeze(held)
-        held.add(second)
-        after, order = freeze(held), list(held)
-        put_back(before)
-        assert list(held) == [first]
-        held.add(second)
-        put_back(after)
-        assert list(held) == order
-    ones = {1}
-    kept = freeze(ones)
-    ones.clear()
-    ones.add(True)
-    assert put_back(kept) is ones and same(kept, ones)
 
 
 def test_what_cannot_hold_a_value_is_replaced():
