@@ -435,6 +435,34 @@ def test_numbers_of_values_that_a_loss_leaves_unread(keep: Any, microbatches: in
     assert_same_bits(loop, 2)
 
 
+class Asked(nn.Module):
+    """Leaves a tensor in a dictionary, and then asks another one for its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.table: dict[str, torch.Tensor] = {}
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(values)
+        self.table["mean"] = hidden.detach().mean(0)
+        out: torch.Tensor = self.last(hidden)
+        return out * 0.5 if out.sum() > 0 else out
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+def test_a_tensor_that_is_left_before_a_question() -> None:
+    def loop(distribute: Distribute, _: Any) -> Iterator[Any]:
+        net = Asked()
+        placed(net, [net.first, net.last], (0, 1))
+        net = distribute(net)
+        for _ in range(4):
+            net(torch.randn(5, 6)).sum().backward()
+            yield net.table["mean"].tolist(), net.first.weight.grad.tolist()
+
+    assert_same_bits(loop, 2)
+
+
 def test_an_object_that_is_gone_on_another_worker() -> None:
     """It would be None there."""
     thing = Count()

@@ -307,9 +307,9 @@ class StateWatch:
                     held[name] = value
 
     def with_handed(self, outputs: Any) -> Any:
-        """Outputs, with what the code has left for the script, if anything."""
+        """Outputs, with what the code has left for the script, if anything; a question is alone."""
         handed = [one.value for one in self._kept.handed]
-        return (outputs, handed) if handed else outputs
+        return (outputs, handed) if handed and self.asking.unanswered is None else outputs
 
     def noted(self) -> tuple[Noted, ...]:
         """All places that were read or written, once the recording is over."""
