@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -45,11 +45,11 @@ from graphsplit.guards.values import (
     CONTAINERS,
     MISSING,
     SYMBOLIC,
+    Frozen,
     any_leaf,
     freeze,
     item_of,
     items_of,
-    reference_of,
     with_leaves,
 )
 from graphsplit.torch_ext.attributes import (
@@ -112,6 +112,8 @@ class ValueVisitor:
     Attributes:
         noted: Every place, in the order of first use.
         asked: The identities of places that were used since this was emptied.
+        containers: What each container held when it was first met, by identity: forward may have
+            changed it since, wherever it is by now.
         tensors: Tensors that were met and that are no state of ``root``.
         values: Those of them that torch computes with for real, with their values.
         tables: Every module, its path and its name for people, by the identity of its dictionary:
@@ -139,6 +141,7 @@ class ValueVisitor:
     ) -> None:
         self.noted: dict[Any, Noted] = {}
         self.asked: set[Any] = set()
+        self.containers: dict[int, Frozen] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.tables: dict[int, tuple[nn.Module, str | None, str]] = {
@@ -167,11 +170,10 @@ class ValueVisitor:
         value = place.read()
         is_whole = items is None or not all(_is_asked_for(value, item) for item in items)
         self.note(place, is_whole=is_whole)
-        outer = self.noted[place.identity].first
+        outer = self.containers.get(id(value))
         for item in () if is_whole else items or ():
             inner = inside(value, item.key, place)
-            if inner.identity not in self.noted and reference_of(outer) is value:
-                # Forward may have changed the item since its container was first read.
+            if inner.identity not in self.noted and outer is not None:
                 self._note_first(inner, item_of(outer, item.key), is_whole=False)
             self.note_read(inner, (item.then,) if item.then is not None else None)
             self.meet(inner.read(), inner.label)
@@ -184,7 +186,8 @@ class ValueVisitor:
         if known is not None:
             known.is_whole |= is_whole
             return
-        self._note_first(place, freeze(place.read()), is_read=is_read, is_whole=is_whole)
+        first = self._as_met(freeze(place.read()))
+        self._note_first(place, first, is_read=is_read, is_whole=is_whole)
 
     def _note_first(
         self, place: Place, first: Any, *, is_read: bool = True, is_whole: bool = True
@@ -196,6 +199,15 @@ class ValueVisitor:
         self.on_first(place, first)
         self.noted[place.identity] = Noted(place, first, is_read, is_whole)
 
+    def _as_met(self, frozen: Any) -> Any:
+        """A snapshot in which containers that were met before hold what they held then."""
+        if not isinstance(frozen, Frozen):
+            return frozen
+        if id(frozen.container) not in self.containers:
+            items = tuple([self._as_met(item) for item in frozen.items])
+            self.containers[id(frozen.container)] = replace(frozen, items=items)
+        return self.containers[id(frozen.container)]
+
     def put_values_back(self) -> None:
         """Give the tensors that torch has computed with for real their values."""
         with torch.no_grad():
@@ -205,7 +217,7 @@ class ValueVisitor:
 
     def let_go(self) -> None:
         """Hold no object any more that was met: the script may let go of it."""
-        for held in (self.met, self.touched, self.made, self.tensors):
+        for held in (self.met, self.touched, self.made, self.tensors, self.containers):
             held.clear()
 
     def has_made(self, one: Any) -> bool:

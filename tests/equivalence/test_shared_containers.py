@@ -146,6 +146,22 @@ def _turns_keys(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h * (1 + key)
 
 
+def _turns_and_exchanges(net: Any, h: torch.Tensor) -> torch.Tensor:
+    """A kept tensor has it recorded twice."""
+    held = net.x()
+    held.one.reverse()
+    held.one, held.other = held.other, held.one
+    made: torch.Tensor = h * net.y()
+    net.calls = made.detach().mean()
+    return made
+
+
+def _read_by_position() -> tuple[Any, Any]:
+    """What a function reads was changed before it is called, in another place."""
+    held = SimpleNamespace(one=[0.5, 2.0], other=[0.5, 2.0])
+    return (lambda: held), (lambda: held.other[-1])
+
+
 def _in_itself(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h * net.x.held[1][1][0] * net.y.held["y"]["scale"]
 
@@ -200,6 +216,7 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
     "left behind": (_leaves_one_behind, _keeps_it, lambda: ([1.0], [1.0])),
     "other keys": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
     "other keys of microbatches": (_turns_keys, _nothing, lambda: ({0: 1.0}, [])),
+    "turned and exchanged": (_turns_and_exchanges, _nothing, _read_by_position),
     "in an object that forward makes": (_makes_an_object, _lets_go_of_it, lambda: (None, [1.0])),
     "in an object that microbatches make": (
         *(_makes_an_object, _lets_go_of_it),
