@@ -83,7 +83,7 @@ class Planner:
         self.updater = Updater(task, self.parameters)
         self._progress = PlanningLines(job.rank, task)
         self.sums, self.num_kept = task.part_sums, task.num_kept
-        check_trained(task)
+        self._optimizers = check_trained(task)
         self._overlapping = overlapping(self.tensors())
         self._modified: set[str] = set()  # by any graph so far
         self.owners: dict[str, int] = {}
@@ -330,7 +330,7 @@ class Planner:
 
     def renew(self) -> None:
         """The task has another loss, or other optimizers. All workers do so at the same point."""
-        check_trained(self._task)
+        self._optimizers = check_trained(self._task, self._optimizers)
         self.python_values.note_loss()
         self._renew(force=True)
         self._swaps.note(self._numbers.values())

@@ -133,10 +133,20 @@ def module_annotations(network: nn.Module, loss_fn: Any) -> dict[str, Annotation
     return found
 
 
-def check_trained(task: Task) -> None:
-    """Refuse parameters that the captured graph will not know: nobody would train them."""
+def check_trained(
+    task: Task, before: Sequence[torch.optim.Optimizer] = ()
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Refuse parameters that the captured graph will not know: nobody would train them.
+
+    Args:
+        task: What is trained.
+        before: Optimizers that were there before: they may still have what the network had.
+
+    Returns:
+        All optimizers.
+    """
     known = {id(tensor) for tensor in named_state(task.network, task.loss_fn).values()}
-    for optimizer in task.optimizers:
+    for optimizer in [one for one in task.optimizers if not any(one is b for b in before)]:
         groups = optimizer.param_groups
         unknown = [p for group in groups for p in group["params"] if id(p) not in known]
         if unknown:
@@ -146,6 +156,7 @@ def check_trained(task: Task) -> None:
                 f"  Fix: make the optimizer from net.parameters(), after the last change to net; "
                 f"pass the module that has them as loss_fn, not a function around it."
             )
+    return task.optimizers
 
 
 def check_held(task: Task, mode: Mode, constants: Iterable[torch.Tensor]) -> None:

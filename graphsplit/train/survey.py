@@ -106,7 +106,7 @@ class SurveyEngine(EagerEngine):
             give_back(task.network)
         plan_ahead(graph, task, part, num_workers=self._num_workers, owners={})
 
-    def _try(self, what: str, action: Callable[[], None]) -> None:
+    def _try(self, what: str, action: Callable[[], object]) -> None:
         try:
             action()
         except GraphsplitError as error:

@@ -102,6 +102,25 @@ def test_a_parameter_over_memory_that_the_script_holds_is_refused() -> None:
         ThreadCluster(lambda _: train(gs.Model, over_one_memory, 1), 2, is_recoverable=False).run()
 
 
+def test_another_loss_does_not_ask_what_the_optimizer_has() -> None:
+    """It has what was replaced before, and what a plain loop steps without a gradient."""
+
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        model = make(net, F.mse_loss, optimizer)
+        losses = [model.train_step(INPUTS[0], TARGETS[0]).clone()]
+        net.second.bias, net.norm = None, nn.Identity()
+        losses.append(model.train_step(INPUTS[1], TARGETS[1]).clone())
+        model.loss_fn = F.l1_loss
+        losses.append(model.train_step(INPUTS[2], TARGETS[2]).clone())
+        return copy.deepcopy([losses, model.state_dict()])
+
+    assert_as_alone(lambda: run(PlainModel), lambda: run(gs.Model))
+    ThreadCluster(lambda _: run(gs.Model), 2, is_recoverable=True).run()
+
+
 @pytest.mark.parametrize("change", [to_double, a_copy_of_another])
 def test_in_a_job_that_recovers_it_is_refused(change: Any) -> None:
     """Who comes back would not know of it."""
