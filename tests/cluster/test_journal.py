@@ -133,5 +133,14 @@ def test_a_record_that_is_no_image_is_refused(journal):
 def test_a_job_of_another_shape_is_not_taken_up(journal, image):
     journal.write(image)
     for rules in (replace(RULES, num_workers=3), replace(RULES, recovery="restart")):
-        with pytest.raises(JournalError, match=r"of a job that has not ended, with"):
+        with pytest.raises(
+            JournalError, match=r"(?s)of a job that has not ended, with.*  Fix: start it with"
+        ):
             Journal(journal._path).read(rules)
+
+
+def test_a_job_that_is_started_again_may_have_another_number_of_workers(journal, image):
+    journal.write(replace(image, recovery="restart"))
+    restarted = replace(RULES, recovery="restart")
+    assert Journal(journal._path).read(restarted) is not None
+    assert Journal(journal._path).read(replace(restarted, num_workers=3)) is None

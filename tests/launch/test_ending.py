@@ -127,6 +127,31 @@ def test_a_status_that_asks_for_another_try_is_remembered() -> None:
     assert ending.status == 137
 
 
+@pytest.mark.parametrize("lost_too", [None, "killed", "frozen"])
+def test_a_scheduler_that_is_lost_cannot_ask_for_another_try(lost_too: str | None) -> None:
+    ending = make_ending()
+    if lost_too == "killed":
+        ending.exited("worker 1", returncode=-9, now_s=1.0)
+    if lost_too == "frozen":
+        assert ending.give_up("scheduler", "nothing was heard from it", is_final=True)
+    ending.exited("scheduler", returncode=-9, now_s=1.0)
+    assert ending.asks_for_another_try and ending.status
+
+
+@pytest.mark.parametrize("before", ["an error", "the end of the job", "Ctrl-C"])
+def test_a_scheduler_that_is_killed_later_is_no_reason_for_another_try(before: str) -> None:
+    ending = make_ending()
+    if before == "an error":
+        ending.exited("worker 1", returncode=1, now_s=1.0)
+    elif before == "the end of the job":
+        ending.over(())
+    else:
+        ending.interrupted(signal.SIGINT, now_s=1.0)
+        assert ending.due(1.0) is signal.SIGINT
+    ending.exited("scheduler", returncode=-9, now_s=9.0)
+    assert not ending.asks_for_another_try
+
+
 def test_what_takes_longer_than_it_may_is_ended_and_has_a_status_of_its_own() -> None:
     ending = make_ending()
     ending.expired(60.0, now_s=60.0)

@@ -96,10 +96,11 @@ class JobEnding:
             self.restarts -= 1
             return True
         self.running.discard(name)
-        self.asks_for_another_try |= returncode == EX_TEMPFAIL
         if name not in self.told and not given_up:
             self.returncodes[name] = returncode
             self.hows[name] = how or describe(returncode)
+        asks = returncode == EX_TEMPFAIL or self._has_lost_scheduler(name, returncode)
+        self.asks_for_another_try |= asks
         is_needed = not self._goes_on_without(name, returncode)
         if returncode != 0 and self.status == 0 and is_needed:
             self.first_failed = name
@@ -117,6 +118,12 @@ class JobEnding:
         may_be = self.restarts_scheduler if name == SCHEDULER else SCHEDULER in self.running
         is_healthy = self.status == 0 and not self.is_over
         return was_lost and may_be and self.restarts > 0 and is_healthy
+
+    def _has_lost_scheduler(self, name: str, returncode: int) -> bool:
+        """Killed, as all that failed before: who would ask for another try is itself lost."""
+        if name != SCHEDULER or returncode >= 0 or name in self.told or self.is_over:
+            return False
+        return all(code <= 0 or code == EX_TEMPFAIL for code in self.returncodes.values())
 
     def _goes_on_without(self, name: str, returncode: int) -> bool:
         """Killed, and neither the scheduler nor the last worker; or the others have finished."""

@@ -53,6 +53,12 @@ def parse(content: bytes) -> JobImage:
         raise JournalError(str(error)) from None
 
 
+def _begins_anew(image: JobImage, rules: JobRules) -> bool:
+    """Whether a job whose processes were all lost is started again, with another number of them."""
+    is_restarted = rules.restarts and image.recovery == rules.recovery
+    return is_restarted and image.num_workers != rules.num_workers
+
+
 class Journal:
     """One journal file, readable and writable by this user only.
 
@@ -64,7 +70,7 @@ class Journal:
         self._path = path
 
     def read(self, rules: JobRules) -> JobImage | None:
-        """The job that was written down; None if there is none, or if it has ended.
+        """The job that was written down; None if there is none, it has ended, or it begins anew.
 
         Raises:
             JournalError: The file cannot be read, is damaged, or is of a job of another shape.
@@ -78,7 +84,7 @@ class Journal:
             raise self._error(f"cannot be read: {error.strerror}") from None
         except JournalError as error:
             raise self._error(f"is damaged, and nothing in it is believed: {error}") from None
-        if image.phase == "ended":
+        if image.phase == "ended" or _begins_anew(image, rules):
             return None
         self._check_shape(image, rules)
         return image
@@ -103,7 +109,9 @@ class Journal:
             if written != now:
                 raise self._error(
                     f"is of a job that has not ended, with {name}={written}; this scheduler was "
-                    f"started with {now}"
+                    f"started with {now}",
+                    f"  Fix: start it with {name}={written}; or, if that job is over, remove the "
+                    f"file, and the next scheduler forms a new job",
                 )
 
     def _error(self, what: str, fix: str = _FIX) -> JournalError:
