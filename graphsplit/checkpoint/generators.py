@@ -10,7 +10,6 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from graphsplit.encoding.values import Fixed
 from graphsplit.guards.values import BY_VALUE, freeze, same
 from graphsplit.tensor_meta import has_same_bits
-from graphsplit.torch_ext.private import end_processes, has_processes
+from graphsplit.torch_ext.private import end_processes, has_processes, note_processes
 
 _PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 _PROCESSES = "processes"
@@ -104,7 +103,7 @@ def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
             if state is not None:
                 found[f"{path}:{name}"] = state
     if _has_persistent(loader):
-        found[_PROCESSES] = has_processes(loader) or loader in _begun
+        found[_PROCESSES] = has_processes(loader)
     return found
 
 
@@ -127,31 +126,10 @@ def _has_persistent(loader: Any) -> bool:
 
 
 def _put_processes(loader: DataLoader[Any], *, has_begun: bool) -> None:
-    if has_begun:
-        _begun.add(loader)
-        return
-    _begun.discard(loader)
-    if has_processes(loader):
+    if has_processes(loader) and not has_begun:
         end_processes(loader)
-
-
-def iterate(loader: Any) -> Iterator[Any]:
-    """Iterate over a loader, from where ``put_remembered`` has brought it.
-
-    A loader whose processes persist draws for their seed when they begin, and in no later epoch.
-    They may have begun in a process that is gone; then that draw was in an earlier epoch.
-    """
-    if not _has_persistent(loader) or loader not in _begun or has_processes(loader):
-        return iter(loader)
-    held = vars(loader)
-    own, held["generator"] = held["generator"], torch.Generator()
-    try:
-        return iter(loader)
-    finally:
-        held["generator"] = own
-
-
-_begun: WeakSet[Any] = WeakSet()
+    elif has_begun and not has_processes(loader):
+        note_processes(loader)
 
 
 def named_parts(loader: Any) -> Iterator[tuple[str, Any]]:

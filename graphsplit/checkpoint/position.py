@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol
 
 import torch
 
-from graphsplit.checkpoint.generators import iterate, put_remembered, remembered_by
+from graphsplit.checkpoint.generators import put_remembered, remembered_by
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError, integer
 from graphsplit.encoding.values import Fixed
@@ -93,7 +93,7 @@ class EpochStart:
         return iterator
 
     def open(
-        self, loader: Iterable[Any], read: Callable[[Any], Iterator[Any]] = iterate
+        self, loader: Iterable[Any], read: Callable[[Any], Iterator[Any]] = iter
     ) -> Iterator[Any]:
         """Iterate over a loader from where this says.
 

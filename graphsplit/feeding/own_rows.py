@@ -32,7 +32,6 @@ from graphsplit.batches.rows import (
     rows_in_words,
 )
 from graphsplit.batches.signature import fingerprint
-from graphsplit.checkpoint.generators import iterate
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.data_watch import (
@@ -409,7 +408,7 @@ class _Hook:
         held.update(places)
         self._ask = ask
         try:
-            return iterate(loader)
+            return iter(loader)
         finally:
             held.update(own)
             self._ask = None

@@ -54,12 +54,12 @@ CONTRACT: tuple[PrivateName, ...] = (
     *_of(
         "torch.utils.data.DataLoader()",
         "whether processes that persist are there: the first epoch draws for their seed",
-        "_iterator",
+        *("_iterator", "_get_iterator"),
     ),
     *_of(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
-        "ends them where a run goes back to before they began",
-        "_shutdown_workers",
+        "a later epoch begins; ends them where a run goes back to before they began",
+        *("_reset", "_shutdown_workers"),
     ),
     # Operators and dispatch: torch/_ops.py, torch/utils/_python_dispatch.py.
     *_of(

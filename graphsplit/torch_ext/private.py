@@ -271,8 +271,14 @@ def is_checkpointing() -> bool:
 
 
 def has_processes(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's processes, which persist, are there."""
+    """Whether a loader's processes, which persist, have begun: here, or in a process before."""
     return loader._iterator is not None
+
+
+def note_processes(loader: DataLoader[Any]) -> None:
+    """A loader's processes, which persist, have begun, in a process that is gone."""
+    begun: Any = _Begun()
+    loader._iterator = begun
 
 
 def end_processes(loader: DataLoader[Any]) -> None:
@@ -280,3 +286,22 @@ def end_processes(loader: DataLoader[Any]) -> None:
     iterator: Any = loader._iterator
     loader._iterator = None
     iterator._shutdown_workers()
+
+
+class _Begun:
+    """In the place of the iterator of a loader whose processes had begun in a process that is gone.
+
+    They start when the loader is gone through, whoever does: without the draw for their seed that
+    was in an earlier epoch.
+    """
+
+    def _reset(self, loader: DataLoader[Any]) -> None:
+        held = vars(loader)
+        own, held["generator"] = held["generator"], torch.Generator()
+        try:
+            loader._iterator = loader._get_iterator()
+        finally:
+            held["generator"] = own
+
+    def _shutdown_workers(self) -> None:
+        pass

@@ -156,6 +156,33 @@ def test_processes_that_persist_where_a_worker_is_lost(policy: str, at: int):
         assert difference(expected, found[rank]) is None
 
 
+@on_threads
+@pytest.mark.parametrize("is_given", [True, False])
+def test_processes_that_persist_where_the_script_goes_through_the_loader_itself(is_given: bool):
+    """After a train that a newcomer is only given again, and where a worker reads nothing of it."""
+    loaders: list[DataLoader[Any]] = []
+
+    def script(place: bool) -> Any:
+        net = plain_net(place=place)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        draws = torch.Generator().manual_seed(5) if is_given else None
+        options: Any = {"num_workers": 1, "persistent_workers": True}
+        data = DataLoader(pairs(), 8, shuffle=True, generator=draws, **options)
+        loaders.append(data)
+        model.train(2, data)
+        losses = [model.train_step(*batch) for _ in range(2) for batch in data]
+        return losses, all_of(model)
+
+    expected = script(place=False)
+    settings = SnapshotSettings(every=1)
+    cluster = ThreadCluster(lambda _: script(place=True), 3, settings, {1: [90]})
+    found = cluster.run()
+    for one in filter(has_processes, loaders):
+        end_processes(one)
+    assert cluster.num_killed == 1
+    assert all(difference(expected, one) is None for one in found)
+
+
 class Breaks(gs.callbacks.Callback):
     def on_step_end(self, context: gs.callbacks.RunContext) -> None:
         if context.step == 2:

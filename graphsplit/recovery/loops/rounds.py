@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.generators import iterate, put_remembered
+from graphsplit.checkpoint.generators import put_remembered
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.position import (
     EpochStart,
@@ -110,4 +110,4 @@ def reopened(
             )
         generators[path].set_state(began)
     put_remembered(source, state["remembered"][0])
-    return iterate(source), watch
+    return iter(source), watch

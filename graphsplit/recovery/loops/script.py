@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.generators import all_generators, iterate
+from graphsplit.checkpoint.generators import all_generators
 from graphsplit.checkpoint.position import FROM_THE_START, LoaderWatch
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import encode
@@ -195,7 +195,7 @@ class LoopScript(Script):
             watch = LoaderWatch()
             current = LoopRounds(number, source, watch, body)
             watch.begin_epoch(source, FROM_THE_START)
-            current.iterator = iterate(source)
+            current.iterator = iter(source)
         else:
             found = self._on_the_way(number, depth, source, body)
             if found is None:
