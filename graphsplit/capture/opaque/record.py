@@ -127,7 +127,8 @@ class OpaqueRecorder:
         given = [*operands, *state]
         returned = found
         found = _apart(whole, returned, given, run.observer.written)
-        if run.guessed and whole.outputs is None and _asks(given):
+        varies = run.guessed or run.reached.may_go_another_way()
+        if varies and whole.outputs is None and _asks(given):
             _ask_gradients(found, given)
         recorded = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
         outputs = [found[i] for i in recorded]

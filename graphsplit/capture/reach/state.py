@@ -88,6 +88,10 @@ class Reached:
         """Whether something other than the values of tensors was seen to change."""
         return any(not self.holders[key].is_tensor for key in self.changed)
 
+    def may_go_another_way(self) -> bool:
+        """Whether it may branch otherwise next time: it draws numbers, or changes what it reads."""
+        return self.may_draw_from_process() or self.has_changed_python()
+
     @contextmanager
     def leaving_no_trace(
         self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
