@@ -98,8 +98,7 @@ def _news(holder: Holder, before: Any, known: Known) -> Iterator[list[Any]]:
             yield ["", state]
         return
     if holder.tensor is not None:
-        sent = told(holder.tensor.detach(), known)
-        if holder.held() != before and sent is not UNTOLD:
+        if holder.held() != before and (sent := told(holder.tensor.detach(), known)) is not UNTOLD:
             yield ["", sent, True, False]
         return
     held, writes, made = before

@@ -16,6 +16,7 @@ import torch
 from loop_helpers import Distribute, assert_same_bits, placed, plain
 from recovery_helpers import threads_as_workers
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 import graphsplit as gs
 from graphsplit.capture.reach.holders import Holder
@@ -459,6 +460,23 @@ def test_a_tensor_that_is_left_before_a_question() -> None:
         for _ in range(4):
             net(torch.randn(5, 6)).sum().backward()
             yield net.table["mean"].tolist(), net.first.weight.grad.tolist()
+
+    assert_same_bits(loop, 2)
+
+
+def test_a_value_of_an_earlier_call_in_a_module_that_is_kept_whole() -> None:
+    """It was none when it was made: pruning has left it, and a hook then keeps the module whole."""
+
+    def loop(distribute: Distribute, _: Any) -> Iterator[Any]:
+        net: Any = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
+        net = distribute(placed(net, [net[0], net[1]], [0, 1]))
+        for step in range(4):
+            if step == 1:
+                l1_unstructured(net[1], "weight", 3)
+            if step == 2:
+                net[1].register_full_backward_hook(lambda module, to, by: (to[0] * 0.5,))
+            net(torch.randn(4, 5)).sum().backward()
+            yield [p.grad.tolist() for p in net.parameters()]
 
     assert_same_bits(loop, 2)
 
