@@ -222,7 +222,7 @@ def put_back(frozen: Any) -> Any:
 def put_into(frozen: Any, there: Any, *, as_written: bool = False) -> Any:
     """The value of a snapshot: in the containers that are there, where those can hold it.
 
-    What others know by the container, and not by its place, sees it too.
+    What others know by the container sees it too. Dictionaries that hold it are let be: builtins.
 
     Args:
         frozen: The snapshot.
@@ -254,7 +254,8 @@ def put_into(frozen: Any, there: Any, *, as_written: bool = False) -> Any:
         known = {} if isinstance(there, _SETS) else dict(enumerate(items_of(there)))
     keys = frozen.keys or range(len(frozen.items))
     items = [put(item, known.get(key)) for key, item in zip(keys, frozen.items, strict=True)]
-    _fill(there, frozen.keys, items)
+    if not (is_mapping(there) and _holds_exactly(replace(frozen, container=there), items)):
+        _fill(there, frozen.keys, items)
     return there
 
 

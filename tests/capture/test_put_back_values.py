@@ -15,6 +15,7 @@ import torch
 from pass_helpers import captured
 from torch import nn
 
+from graphsplit.capture.state.handed import swap
 from graphsplit.guards.changes import changes_of, leave_all
 from graphsplit.guards.places import entry, inside
 from graphsplit.guards.values import freeze, put_into, same, thaw
@@ -39,6 +40,35 @@ def test_a_container_that_is_there_is_filled(value: Any):
     found = put_into(kept, value)
     assert found is value
     assert same(kept, value)
+
+
+def test_a_dictionary_that_holds_it_already_is_let_be():
+    """It may be Python's own, which all threads look names up in meanwhile."""
+    value, called = {"a": 1, "names": {"isinstance": isinstance}}, []
+    kept = freeze({"a": 2, "names": value["names"]})
+    sys.setprofile(lambda _, event, what: called.append((event, getattr(what, "__name__", ""))))
+    try:
+        put_into(kept, value)
+    finally:
+        sys.setprofile(None)
+    assert called.count(("c_call", "clear")) == 1
+    assert value["a"] == 2
+
+
+def test_values_are_not_swapped_in_objects_of_graphsplits_own():
+    """The script's namespace leads to them, by an optimizer or the handle of a hook."""
+    old, new = torch.ones(1), torch.zeros(1)
+    users, ours = State(old), Noted(entry({}, "a", "a"), first=old)
+    swap(entry({"found": [users, ours]}, "found", "found"), {id(old): new})
+    assert users.value is new
+    assert ours.first is old
+
+
+class State:
+    """An object of the user's."""
+
+    def __init__(self, value: Any):
+        self.value = value
 
 
 def copied_then_changed(value: Any) -> Any:

@@ -53,8 +53,11 @@ def _put(one: Any, own: Frozen, instead: Mapping[int, Any]) -> None:
 
 
 def _is_plain_object(leaf: Any) -> bool:
-    is_one = is_plain_class(type(leaf)) and not isinstance(leaf, (nn.Module, torch.Tensor))
-    return is_one and attributes_of(leaf) is not None
+    kind = type(leaf)
+    is_one = is_plain_class(kind) and not isinstance(leaf, (nn.Module, torch.Tensor))
+    return (
+        is_one and not kind.__module__.startswith("graphsplit.") and attributes_of(leaf) is not None
+    )
 
 
 def tensors_in_objects(
