@@ -250,7 +250,8 @@ class CapturedGraph:
     @property
     def is_other_after(self) -> bool:
         """Whether the next call may find another state than this one did."""
-        return any(change.is_read for change in self.state.changes)
+        changes, finds = self.state.changes, self.state.at_calls
+        return any(one.is_read for one in changes) or any(one.is_first for one in finds)
 
     @cached_property
     def loss_node(self) -> int | None:

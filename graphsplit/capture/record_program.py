@@ -215,7 +215,7 @@ class _ChangesTensorsError(Exception):
 
 
 def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
-    recorder = OpaqueRecorder(root)
+    recorder = OpaqueRecorder(root, export.watch.note_call)
     export.watch.begin(root, lambda: recorder.is_inside)
     network = getattr(root, "network", root)
     try:

@@ -175,7 +175,7 @@ def _make_again(changes: Sequence[Change], held: dict[int, Any]) -> None:
     other = [one for one, own in made.values() if not same(own, attributes_of(one))]
     fixed = [one for one, own in made.values() if not _can_be_made(one, own, made)]
     if not other and (fixed or all(change.is_read for change in changes)):
-        for container in (c for _, own in made.values() for c in _containers(own)):
+        for container in (c for _, own in made.values() for c in containers_in(own)):
             held.setdefault(id(container), container)
         return
     if fixed:
@@ -253,7 +253,7 @@ def changes_of(
 
 
 def _changes_in(noted: Mapping[Any, Noted], has_made: Callable[[Any], bool]) -> Iterator[Change]:
-    held_at = _places_of_containers(noted.values())
+    held_at = _places_ofcontainers_in(noted.values())
     for one in noted.values():
         now = one.place.read()
         is_left = one.is_written and not one.is_read  # whatever was there
@@ -265,7 +265,7 @@ def _changes_in(noted: Mapping[Any, Noted], has_made: Callable[[Any], bool]) -> 
         snapshots = (new, *(own for _, own in objects))
         others = {
             id(other): (other.place, other.first)
-            for container in chain.from_iterable(map(_containers, snapshots))
+            for container in chain.from_iterable(map(containers_in, snapshots))
             for other in held_at.get(id(container), ())[:1]
             if other is not one
         }
@@ -274,27 +274,28 @@ def _changes_in(noted: Mapping[Any, Noted], has_made: Callable[[Any], bool]) -> 
         yield Change(one.place, one.first, new, one.is_read, held, objects, behind)
 
 
-def _snapshots_in(frozen: Any) -> Iterator[Frozen]:
+def snapshots_in(frozen: Any) -> Iterator[Frozen]:
     """The snapshots of a container and of those in it."""
     if isinstance(frozen, Frozen):
         yield frozen
         for item in frozen.items:
-            yield from _snapshots_in(item)
+            yield from snapshots_in(item)
 
 
-def _containers(frozen: Any) -> Iterator[Any]:
-    return (one.container for one in _snapshots_in(frozen))
+def containers_in(frozen: Any) -> Iterator[Any]:
+    """The containers in a snapshot."""
+    return (one.container for one in snapshots_in(frozen))
 
 
 def _left_behind(first: Any, noted: Iterable[Noted]) -> Iterator[Frozen]:
     """The contents of containers that were changed, and that no place holds any more."""
     changed = [
         one.container
-        for one in _snapshots_in(first)
+        for one in snapshots_in(first)
         if isinstance(one.container, MUTABLE) and not same(one, one.container)
     ]
     if changed:
-        now = chain.from_iterable(_containers(freeze(one.place.read())) for one in noted)
+        now = chain.from_iterable(containers_in(freeze(one.place.read())) for one in noted)
         held = set(map(id, now))
         for container in changed:
             frozen = freeze(container)
@@ -317,11 +318,11 @@ def made_in(frozen: Any, has_made: Callable[[Any], bool]) -> list[tuple[Any, Fro
     return list(found.values())
 
 
-def _places_of_containers(noted: Iterable[Noted]) -> dict[int, list[Noted]]:
+def _places_ofcontainers_in(noted: Iterable[Noted]) -> dict[int, list[Noted]]:
     """The places in which each container was first, those that were read before others."""
     found: dict[int, list[Noted]] = {}
     for one in sorted(noted, key=lambda one: not one.is_read):
-        for container in _containers(one.first):
+        for container in containers_in(one.first):
             found.setdefault(id(container), []).append(one)
     return found
 

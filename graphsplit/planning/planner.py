@@ -13,6 +13,7 @@ import torch
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.python.answers import Answers
+from graphsplit.capture.reach.at_calls import NOTHING_LEFT, left_by
 from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.capture.state.older_values import kept_places, leave_and_count
 from graphsplit.guards.places import Place
@@ -65,8 +66,6 @@ from graphsplit.schedule.costs import Costs
 from graphsplit.torch_ext.private import is_any_autocast_on, num_function_modes
 from graphsplit.torch_ext.steering import let_steer, owned_state
 
-_MAX_PLANS = 64
-
 
 class Planner:
     """Makes plans, and keeps the latest ones. All workers ask for the same ones in one order."""
@@ -89,7 +88,7 @@ class Planner:
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = lambda: None
-        self._max_plans = _MAX_PLANS
+        self._max_plans = 64
         self.has_replicas = False  # whether several workers share what is placed outside forward
         self._swaps = swaps = Swaps(task)
         self.answers = Answers()
@@ -253,9 +252,8 @@ class Planner:
             for number in self._swaps.settle():
                 self._job.transport.close_plan(number)
         looked, self._found = self._found or (None, None, None), None
-        found = looked[2]
-        if looked[:2] != (mode, signature):
-            found = self.recordings.find(mode, signature)
+        is_of_it, find = looked[:2] == (mode, signature), self.recordings.find
+        found = looked[2] if is_of_it else find(mode, signature)
         if found is None:
             self._renew(force=settle_moved(self.tensors(), self.known_owners(), self._job))
             self._progress.begun("capturing", mode, self.recordings.why_again(mode, signature))
@@ -319,8 +317,10 @@ class Planner:
             self._plans.move_to_end(key)
         if not self._is_settled:
             self._free_others()
-        if recording.graph.state.changes or kept_places:
-            leave_and_count(self._task.network, recording.graph.state, found.lifted)
+        state, self.left = recording.graph.state, NOTHING_LEFT
+        if state.changes or state.at_calls or kept_places:
+            leave = partial(leave_and_count, self._task.network, state, found.lifted)
+            self.left = left_by(state, leave, found.lifted)
         own: dict[str, Any] = {"part": part, "asks": asks, "ending": recording.graph.ending}
         return replace(planned, numbers=found.numbers, **own) if found.numbers or asks else planned
 

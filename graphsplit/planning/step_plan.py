@@ -17,7 +17,7 @@ batch that asks nothing: while one replica runs what it has the answers for, the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,9 @@ from graphsplit.batches.microbatches import BatchDescription, Divider, Division,
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.reach.at_calls import Left, moments
 from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
+from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import Exchange
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.passes import may_take_turns
@@ -115,7 +117,7 @@ class StepPhase(NamedTuple):
         start: Number of its first microbatch in the step.
         inputs: For each of its microbatches the graph's inputs, None where they are not here.
         weights: What the losses are multiplied by; empty where the batch is whole.
-        mark: Marks the parameters that are trained while it runs; None where that is as it was.
+        mark: Brings back what its microbatches find; None where that is as it was.
     """
 
     planned: ReadyPlan
@@ -144,8 +146,8 @@ class PlannedStep(NamedTuple):
         plans: One for each run of microbatches with one signature, in order.
         sizes: How many microbatches each runs.
         weights: What the loss of each microbatch is multiplied by; empty where the batch is whole.
-        marks: Where forward freezes or unfreezes parameters between them: for each plan, what marks
-            those that are trained while it runs.
+        marks: Where forward freezes or unfreezes parameters between them, or changes what code kept
+            whole reads: for each plan, what brings that back before it runs.
         exchange: What adds up the parts of gradients that the step's batches have kept, and ends
             the step; None where each batch adds up its own, or the step goes on.
     """
@@ -290,7 +292,7 @@ def _plan_microbatches(
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[Sequence[torch.Tensor], tuple[bool, ...]]] = []
-    asks = False
+    lefts, asks = list[Left](), False
     waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     num_parts = _all_parts(num_parts, num_kept) if num_kept else num_parts
     while waiting:
@@ -323,6 +325,7 @@ def _plan_microbatches(
         plans.append(plan)
         sizes.append(count)
         trained.append((planner.trainable, planner.requires_grad()))
+        lefts.append(planner.left)
         waiting = later
     exchange = None
     if closes and when is Exchange.LATER:
@@ -330,9 +333,35 @@ def _plan_microbatches(
             num_parts, first=False, is_microbatched=True, adds_up=True, exchange=Exchange.ALONE
         )
         exchange = planner.plan_for(found, part, note=note)
+    weights, marks = shape.weights, _marks(trained, lefts, plans)
+    return PlannedStep(tuple(plans), tuple(sizes), weights, marks, exchange)
+
+
+def _marks(
+    trained: Sequence[tuple[Sequence[torch.Tensor], tuple[bool, ...]]],
+    lefts: Sequence[Left],
+    plans: Sequence[ReadyPlan],
+) -> tuple[Callable[[], None], ...]:
+    """Functions that bring back, before each plan runs, what its microbatches find."""
     is_one = len({flags for _, flags in trained}) == 1
-    marks = [] if is_one else [partial(put_requires_grad, *part) for part in trained]
-    return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
+    flags = [] if is_one else [partial(put_requires_grad, *part) for part in trained]
+    # One that asks leaves what it leaves once it has run.
+    known = [plan for plan in plans if not plan.asks] if len(plans) > 1 else []
+    calls = [[call.reached for _, call in opaque_calls(plan.plan)] for plan in known]
+    found = [*moments(lefts[: len(known)], calls)] if any(calls) else []
+    found += [_nothing] * (len(plans) - len(found)) if found else []
+    if flags and found:
+        return tuple([partial(_all_of, both) for both in zip(found, flags, strict=True)])
+    return tuple(flags or found)
+
+
+def _nothing() -> None:
+    """Bring nothing back."""
+
+
+def _all_of(marks: Iterable[Callable[[], None]]) -> None:
+    for mark in marks:
+        mark()
 
 
 def _recording_for(planner: Planner, signature: Signature, note: Note, *, is_first: bool) -> Match:

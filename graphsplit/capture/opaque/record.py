@@ -83,13 +83,17 @@ class OpaqueRecorder:
         calls: What was recorded; nodes name them by position.
         modules: The modules whose parameters and buffers these calls may use, by identity.
         hooks: What the network's code has put on gradients of values.
+
+    Args:
+        root: The module that is captured.
+        note: Called with what each call can reach, and its line, at its moment.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, note: Callable[[Reached, str], None]) -> None:
         self.calls: list[OpaqueCall] = []
         self.modules: dict[int, nn.Module] = {}
         self.hooks: list[Callable[..., Any]] = []
-        self._root = root
+        self._root, self._note = root, note
         self._depth = 0
 
     @property
@@ -149,6 +153,7 @@ class OpaqueRecorder:
         first = len(operands)
         unseen = {first + index for index in self._may_be_written(whole, run, state)}
         traits = replace(_traits(whole, run, given, outputs, unseen), same=same)
+        self._note(run.reached, source)
         call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source, run.reached)
         self._add_node(call, given, outputs, tracer)
         self.modules.update((id(m), m) for top in modules for m in top.modules())

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from graphsplit.capture.reach.at_calls import standing
 from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.guards.places import Place
@@ -160,10 +162,11 @@ class OpaqueCall:
         if any(isinstance(operand, FakeTensor) for operand in operands):
             with self.reached.kept():  # a plan is being made
                 return self._called(operands)
-        if self.reached.read_outside:
-            with leaving_what_is_read(self):
-                return self._called(operands)
-        return self._called(operands)
+        if not (self.reached.read_outside or self.reached.at_call):
+            return self._called(operands)
+        refuse = partial(_changes_what_is_set, self)
+        with standing(self.reached.at_call, refuse), leaving_what_is_read(self):
+            return self._called(operands)
 
     def _called(self, operands: Sequence[Any]) -> Any:
         unwritten = self._limits.unwritten if self._limits is not None else ()
@@ -348,6 +351,14 @@ def changes_what_is_read(call: OpaqueCall, place: Place) -> str:
         f"would keep what was there before the change\n  {call.source}\n  {place.source}\n"
         f"  Fix: return what it counts as a tensor, or keep all that reads it whole together, with "
         f"gs.opaque."
+    )
+
+
+def _changes_what_is_set(call: OpaqueCall, place: Place) -> OpaqueCallError:
+    return OpaqueCallError(
+        f"{call.label} changes {place.label}, which the code around it changes as well\n"
+        f"  {call.source}\n  {place.source}\n"
+        f"  Fix: let one of the two change it; or keep the code around it whole with gs.opaque."
     )
 
 

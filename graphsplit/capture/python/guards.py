@@ -20,6 +20,8 @@ from graphsplit.capture.python import identities
 from graphsplit.capture.python.answers import Answers, Asking
 from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.capture.python.trained_marks import TrainedMarks
+from graphsplit.capture.reach.at_calls import AtCall, FoundByCalls
+from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.handed import Handed
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
@@ -76,6 +78,7 @@ class PythonState:
         lifted: The numbers that are operands of the graph.
         handed: What the script is handed beside the outputs, in their order.
         renewed: The kept tensors to which it assigns.
+        at_calls: What code kept whole finds, where that is not what the step leaves.
     """
 
     guards: Guards
@@ -83,6 +86,7 @@ class PythonState:
     lifted: Lifted = field(default_factory=Lifted)
     handed: tuple[Handed, ...] = ()
     renewed: Renewed = NOTHING_RENEWED
+    at_calls: tuple[AtCall, ...] = ()
 
 
 NO_STATE = PythonState(Guards(()))
@@ -177,7 +181,7 @@ class StateWatch:
             root: The module that holds the network and the loss.
             is_paused: Whether what runs now is no part of the graph.
         """
-        self._root, thread = root, threading.get_ident()
+        self._root, self._calls, thread = root, FoundByCalls(), threading.get_ident()
         # Other threads (one that sends a snapshot, say) read attributes, and are no part of it.
         self._is_paused = is_paused = _in_thread(thread, is_paused)
         self._kept = KeptTensors(root)
@@ -244,8 +248,7 @@ class StateWatch:
                 try:
                     recorder.note_unseen()
                     self.replaced = _replaced(recorder.noted.values(), lifted)
-                    left = changes_of(recorder.noted, computed, recorder.has_made)
-                    reforms = self._kept.changes(label_of_path)
+                    left, reforms = self._left_by(recorder), self._kept.changes(label_of_path)
                     self._changes = (*left, *marks.changes(), *stay.changes(), *reforms)
                 except CaptureError:
                     if has_ended:  # else the code has raised an error itself
@@ -253,6 +256,15 @@ class StateWatch:
                 finally:
                     self._kept.put_back()
         self._lifted = lifted
+
+    def note_call(self, reached: Reached, line: str) -> None:
+        """Note what a call that is kept whole finds in Python."""
+        self._calls.note(reached, line, self._begun().noted)
+
+    def _left_by(self, recorder: ReadRecorder) -> tuple[Change, ...]:
+        known = recorder.noted, computed, recorder.has_made
+        self._calls.find(*known, leaves=self.asking.unanswered is None)
+        return changes_of(*known)
 
     def _begun(self) -> ReadRecorder:
         assert self._recorder is not None
@@ -356,7 +368,8 @@ class StateWatch:
         )
         recorder.let_go()
         handed = tuple(replace(one, value=None) for one in self._kept.handed)
-        return PythonState(guards, self._changes, self._lifted, handed, self._kept.renewed)
+        own = self._changes, self._lifted, handed, self._kept.renewed, self._calls.found
+        return PythonState(guards, *own)
 
 
 def _replaced(noted: Iterable[Noted], lifted: Lifted) -> list[Key]:

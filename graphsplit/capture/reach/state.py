@@ -16,7 +16,9 @@ from typing import Any
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.reach import Walk
 from graphsplit.capture.reach.writes import may_write
+from graphsplit.guards.changes import containers_in
 from graphsplit.guards.places import Place
+from graphsplit.guards.values import freeze, holder_of
 from graphsplit.torch_ext.private import disable_current_modes
 
 
@@ -32,6 +34,7 @@ class Reached:
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
         read_outside: Places of it that code around it reads.
         may_write: Whether it may change some of it, also where it was not seen to.
+        at_call: What is to stand in places while it runs, as snapshots.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,7 @@ class Reached:
         self.in_backward: frozenset[Any] = frozenset()
         self.read_outside: tuple[Place, ...] = ()
         self.may_write = False
+        self.at_call: tuple[tuple[Place, Any], ...] = ()
 
     def look(
         self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
@@ -133,12 +137,18 @@ class Reached:
 
     def note_read_outside(self, places: Iterable[Place]) -> None:
         """Note which places, that are read by other code, it can reach."""
+        self.read_outside = tuple([p for p in places if self._holds_any(p, [p.read()])])
 
-        def is_reached(place: Place) -> bool:
-            keys = id(place.holder), ("global", id(place.holder), place.key), id(place.read())
-            return any(key in self.holders and self.holders[key].is_value for key in keys)
+    def reaches(self, place: Place) -> bool:
+        """Whether the code can reach what a place holds, or a container in it."""
+        value = place.read()
+        return self._holds_any(place, [value, *containers_in(freeze(value))])
 
-        self.read_outside = tuple(filter(is_reached, places))
+    def _holds_any(self, place: Place, values: Iterable[Any]) -> bool:
+        """Whether some of this is state of it, which may decide."""
+        held = [id(holder_of(value)) for value in values]
+        keys = id(place.holder), ("global", id(place.holder), place.key), *held
+        return any(key in self.holders and self.holders[key].is_value for key in keys)
 
     def note_backward(self, seen: Reached) -> None:
         """Note what a trial run of its backward has changed."""

@@ -1,0 +1,266 @@
+"""Values that code kept whole finds in Python: those that stand there when it is called.
+
+The Python code of a step does not run with it: what it leaves is left before the step computes
+(``guards.changes``). Code kept whole does run then, and would read that::
+
+    self.depth = 3
+    h = self.whole(h)        reads 3, as in eager mode
+    self.depth = 0           and this is what is left
+
+So where it would find something else, the value of its moment stands in the place while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from graphsplit.capture.reach.state import Reached
+from graphsplit.errors import CaptureError
+from graphsplit.guards.changes import Change, Computed, holds, value_of
+from graphsplit.guards.places import Place
+from graphsplit.guards.values import (
+    SYMBOLIC,
+    Frozen,
+    freeze,
+    put_back,
+    reference_of,
+    same,
+    thaw,
+)
+from graphsplit.guards.visitor import Noted
+
+
+@dataclass(frozen=True, eq=False)
+class AtCall:
+    """A place in which a call finds something else than the step leaves there.
+
+    Attributes:
+        reached: The state that the call can reach.
+        place: The place.
+        value: The snapshot of what it finds, or the ``Computed`` number.
+        is_first: Whether that is what was there when the step began, whatever it was.
+        is_in_last: Whether a container is the one that is left there, with other contents.
+    """
+
+    reached: Reached
+    place: Place
+    value: Any
+    is_first: bool
+    is_in_last: bool
+
+
+class FoundByCalls:
+    """The calls of one recording, with what each found in the places that were noted by then.
+
+    Attributes:
+        found: What the calls are to find.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[AtCall, ...] = ()
+        self._calls: list[tuple[Reached, str, dict[Any, Any]]] = []
+
+    def note(self, reached: Reached, line: str, noted: Mapping[Any, Noted]) -> None:
+        """Note what a call that is being recorded finds."""
+        found = {
+            identity: freeze(one.place.read())
+            for identity, one in noted.items()
+            if reached.reaches(one.place)
+        }
+        self._calls.append((reached, line, found))
+
+    def find(
+        self,
+        noted: Mapping[Any, Noted],
+        compute: Callable[[Any], Computed],
+        has_made: Callable[[Any], bool],
+        *,
+        leaves: bool,
+    ) -> None:
+        """Note what the calls are to find, once the recording is over; before all is put back.
+
+        Args:
+            noted: The places that were read or written around them.
+            compute: How a number without value is made of the lifted ones.
+            has_made: Whether the code has made an object.
+            leaves: Whether the step leaves what is there now; else what was there first stays.
+
+        Raises:
+            CaptureError: A call finds what cannot be put there again.
+        """
+        found: list[AtCall] = []
+        for reached, line, seen in self._calls:
+            for identity, one in noted.items():
+                if identity not in seen and not reached.reaches(one.place):
+                    continue
+                now, last = seen.get(identity, one.first), one.first
+                if leaves:
+                    last = freeze(one.place.read())
+                if _is_one(now, last) or holds(now, _is_tensor) or holds(last, _is_tensor):
+                    continue  # tensors around it come as its arguments, or are refused
+                is_first = leaves and _is_one(now, one.first)
+                if not is_first:
+                    now = _of_step(now, one.place, line, compute, has_made)
+                is_in_last = reference_of(now) is reference_of(last)
+                found.append(AtCall(reached, one.place, now, is_first, is_in_last))
+        self.found = tuple(found)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _is_one(one: Any, other: Any) -> bool:
+    """Whether two snapshots hold the same."""
+    if not isinstance(one, Frozen) or not isinstance(other, Frozen):
+        return one is other if isinstance(one, SYMBOLIC) else same(one, reference_of(other))
+    if type(one.container) is not type(other.container) or one.content != other.content:
+        return False
+    pairs = zip((*one.keys, *one.items), (*other.keys, *other.items), strict=False)
+    return len(one.items) == len(other.items) and all(_is_one(*pair) for pair in pairs)
+
+
+def _of_step(
+    value: Any,
+    place: Place,
+    line: str,
+    compute: Callable[[Any], Computed],
+    has_made: Callable[[Any], bool],
+) -> Any:
+    """A value that each step makes anew."""
+    if isinstance(value, SYMBOLIC):
+        return compute(value)
+    if holds(value, lambda leaf: isinstance(leaf, SYMBOLIC)) or has_made(reference_of(value)):
+        raise CaptureError(
+            f"code that is kept whole reads {place.label}, which the code around it sets before "
+            f"and after: something that each step makes anew\n  {line}\n  {place.source}\n"
+            f"  Fix: pass it as an argument; or keep the code around it whole with gs.opaque."
+        )
+    return value
+
+
+class _State(Protocol):
+    """The part of a recorded step that is left in Python, and found there."""
+
+    @property
+    def changes(self) -> Sequence[Change]: ...
+    @property
+    def at_calls(self) -> Sequence[AtCall]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """The end of a step in Python.
+
+    Attributes:
+        before: The places that it has changed, each with the snapshot of what was there before.
+        at_calls: What its calls are to find: snapshots, each with its place.
+    """
+
+    before: Sequence[tuple[Place, Any]] = ()
+    at_calls: Mapping[Reached, tuple[tuple[Place, Any], ...]] = field(default_factory=dict)
+
+    def let_find(self) -> None:
+        """Let the calls find that from now on."""
+        for reached, values in self.at_calls.items():
+            reached.at_call = values
+
+
+NOTHING_LEFT = Left()
+
+
+def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -> Left:
+    """Leave what a step leaves; its calls find what they are to.
+
+    Args:
+        state: The step.
+        leave: Leaves what the step leaves.
+        lifted: The numbers from which others are computed.
+    """
+    places = [*(one.place for one in state.changes), *(one.place for one in state.at_calls)]
+    before = [(place, freeze(place.read())) for place in places]
+    leave()
+    found: dict[Reached, tuple[tuple[Place, Any], ...]] = {}
+    for one, (_, first) in zip(state.at_calls, before[len(state.changes) :], strict=True):
+        value = first if one.is_first else value_of(one.value, lifted)
+        if isinstance(value, Frozen) and not one.is_first:
+            there, value = one.place.read(), freeze(thaw(value))
+            if one.is_in_last and type(there) is type(value.container):
+                value = replace(value, container=there)
+        found[one.reached] = (*found.get(one.reached, ()), (one.place, value))
+    left = Left(before, found)
+    left.let_find()
+    return left
+
+
+def moments(
+    lefts: Sequence[Left], calls: Sequence[Iterable[Reached]]
+) -> Sequence[Callable[[], None]]:
+    """Functions that bring back the Python state of each of several steps, one after the other.
+
+    They have been recorded, and have left what they leave, before the first of them computes. What
+    their calls find, and their backward, is what their own step has left, and none after it.
+
+    Args:
+        lefts: What each has left, in their order.
+        calls: What the calls of each can reach.
+
+    Returns:
+        For each what is to be called before it computes; nothing where no call could tell.
+    """
+    every = [one for of_step in calls for one in of_step]
+    before = [
+        [(place, was) for place, was in left.before if any(one.reaches(place) for one in every)]
+        for left in lefts
+    ]
+    if not any(before[1:]) and not any(left.at_calls for left in lefts):
+        return []
+    places = {place.identity: place for of_step in before for place, _ in of_step}
+    values = [(place, freeze(place.read())) for place in places.values()]
+    found = [partial(_enter, lefts[-1], values)]
+    for left, after in zip(lefts[-2::-1], before[:0:-1], strict=True):
+        values = [*values, *after]  # what was there before an earlier one is put there last
+        found.append(partial(_enter, left, values))
+    return found[::-1]
+
+
+def _enter(left: Left, values: Iterable[tuple[Place, Any]]) -> None:
+    for place, value in values:
+        _put(place, value)
+    left.let_find()
+
+
+@contextmanager
+def standing(
+    values: Iterable[tuple[Place, Any]], refuse: Callable[[Place], Exception]
+) -> Iterator[None]:
+    """Let values stand in places while a call runs, which must leave them.
+
+    Args:
+        values: The snapshots, each with its place.
+        refuse: The error where it has changed one.
+    """
+    values = tuple(values)
+    before = [(place, freeze(place.read())) for place, _ in values]
+    try:
+        for place, value in values:
+            _put(place, value)
+        yield
+        for place, value in values:
+            if not same(value, place.read()):
+                raise refuse(place)
+    finally:
+        for place, was in reversed(before):
+            _put(place, was)
+
+
+def _put(place: Place, value: Any) -> None:
+    there = put_back(value)
+    if place.read() is not there:
+        place.write(there)

@@ -1,0 +1,168 @@
+"""Code kept whole finds in Python what it would find in eager mode, whatever is changed later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from simulated.equivalence import assert_same_bits
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import StepFailedError
+
+Code = Callable[[Any], object]
+
+
+class Held:
+    """What a part and the code around it share."""
+
+    def __init__(self) -> None:
+        self.n, self.rate, self.flag = 1, 0.5, False
+        self.seen = [1.0]
+
+
+class Whole(nn.Module):
+    """Kept whole, for it asks for a value; it multiplies by what a case reads."""
+
+    def __init__(self, held: Any, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.inner, self.held, self.read = nn.Linear(8, 8), held, read
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.inner(values)
+        values = torch.tanh(values) if values.sum() > 0 else values
+        return values * (1 + 0.25 * self.read(self.held))
+
+
+class Around(nn.Module):
+    """Changes what the part reads, before it is called and afterwards."""
+
+    def __init__(
+        self, before: Code, after: Code, read: Callable[[Any], float], make: Callable[[], Any]
+    ) -> None:
+        super().__init__()
+        self.held = make()
+        self.first, self.whole = nn.Linear(8, 8), gs.opaque(Whole(self.held, read))
+        self.last, self.before, self.after = nn.Linear(8, 8), before, after
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(values)
+        self.before(self.held)
+        hidden = self.whole(hidden)
+        self.after(self.held)
+        made: torch.Tensor = self.last(hidden)
+        return made
+
+
+def _nothing(held: Any) -> None:
+    pass
+
+
+def _counts(held: Any) -> None:
+    held.n += 1
+
+
+def _raises_flag(held: Any) -> None:
+    held.flag = True
+
+
+def _lowers_flag(held: Any) -> None:
+    held.flag = False
+
+
+def _turns_flag(held: Any) -> None:
+    held.n += 1
+    if held.n % 3 == 0:
+        held.flag = not held.flag
+
+
+def _halves(held: Any) -> None:
+    held.rate *= 0.5
+
+
+def _adds(held: Any) -> None:
+    held.rate += 0.125
+
+
+def _appends(held: Any) -> None:
+    held.seen.append(0.5)
+
+
+def _keeps_two(held: Any) -> None:
+    held.seen = held.seen[-2:]
+
+
+def _sets_late(held: Any) -> None:
+    held.late = 2
+
+
+CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
+    "counted before": (_counts, _nothing, lambda held: held.n),
+    "counted behind": (_nothing, _counts, lambda held: held.n),
+    "counted twice": (_counts, _counts, lambda held: held.n),
+    "a flag for a while": (_raises_flag, _lowers_flag, lambda held: 3 if held.flag else 1),
+    "a flag of a later microbatch": (_nothing, _turns_flag, lambda held: 3 if held.flag else 1),
+    "a number that comes back": (_halves, _adds, lambda held: held.rate),
+    "a list that grows behind": (_nothing, _appends, lambda held: sum(held.seen)),
+    "another list behind": (_appends, _keeps_two, lambda held: sum(held.seen)),
+    "set by the first call": (_nothing, _sets_late, lambda held: getattr(held, "late", 1)),
+}
+
+
+def _place(net: Any) -> None:
+    net.first.place("MS_WORKER", 0)
+    net.whole.place("MS_WORKER", 1)
+    net.last.place("MS_WORKER", 0)
+
+
+def _space() -> Any:
+    return SimpleNamespace(**vars(Held()))
+
+
+def _follows(
+    before: Code,
+    after: Code,
+    read: Callable[[Any], float],
+    microbatches: int,
+    make: Callable[[], Any] = Held,
+) -> None:
+    assert_same_bits(
+        lambda: Around(before, after, read, make),
+        batches_of(8, 8),
+        steps=4,
+        num_workers=2,
+        place=_place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        plan_everywhere=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("make", [Held, _space])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_was_there_when_it_was_called(case: str, make: Any, microbatches: int) -> None:
+    _follows(*CASES[case], microbatches, make)
+
+
+def test_what_both_change_is_refused() -> None:
+    def counts(held: Any) -> float:
+        held.n += 1
+        return 1.0
+
+    with pytest.raises(StepFailedError, match="which the code around it changes as well"):
+        _follows(_lowers_n, _raises_n, counts, 1)
+
+
+def _lowers_n(held: Any) -> None:
+    held.n = 0
+
+
+def _raises_n(held: Any) -> None:
+    held.n = 5
