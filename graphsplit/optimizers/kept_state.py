@@ -127,7 +127,10 @@ def _step_to(key: Any, names: Mapping[int, str]) -> str:
     """The step to an entry; what belongs to a tensor of the network leads over its name."""
     by_id = isinstance(key, int) and key in names
     name = names.get(key if by_id else id(key))
-    return f"[{key!r}]" if name is None else f"<{name}>"
+    if name is not None:
+        return f"<{name}>"
+    # The text of one that lives elsewhere would be asked for there.
+    return f"[{text_of_tensor(key) if isinstance(key, torch.Tensor) else repr(key)}]"
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

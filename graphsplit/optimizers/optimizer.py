@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +24,7 @@ from graphsplit.optimizers.own_step import (
     is_said,
     step_hooks,
 )
-from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.ownership import WHOSE, Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
 from graphsplit.optimizers.trial import KEPT_IN, Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
@@ -250,7 +250,8 @@ class OwnedOptimizer:
             return _Judged(code, members, owners, is_known=is_alone)
         if owners == (residence.rank,):
             return _Judged(code, members, owners, is_known=False)
-        trial = Trial(self._optimizer, residence, self._only_owned)
+        everything = _with_others(residence, members)
+        trial = Trial(self._optimizer, everything, self._only_owned)
         reason = trial.difference(TrialPart.OWN)
         if reason is None:
             return _Judged(code, members, owners, is_known=False)
@@ -311,8 +312,21 @@ class OwnedOptimizer:
         """The workers that have some of the parameters."""
         if self._residence is None:
             return ()
-        known, rank = self._residence.owner_by_id(), self._residence.rank
-        return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
+        known = _with_others(self._residence, self._counted).owner_by_id()
+        return tuple(sorted({known[id(p)] for group in self._counted for p in group}))
+
+
+def _with_others(residence: Residence, members: Sequence[Sequence[torch.Tensor]]) -> Residence:
+    """Where all parameters of an optimizer live, those of layers too that are no longer there."""
+    known, rank = residence.owner_by_id(), residence.rank
+    everything = enumerate(p for group in members for p in group)
+    others = {f"parameter {n} of the optimizer": p for n, p in everything if id(p) not in known}
+    owners = {name: getattr(p, WHOSE)[1] if is_elsewhere(p) else rank for name, p in others.items()}
+    return replace(
+        residence,
+        tensors={**residence.tensors, **others},
+        owners={**residence.owners, **owners},
+    )
 
 
 _parameters_of = itemgetter("params")

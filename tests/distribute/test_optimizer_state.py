@@ -265,6 +265,19 @@ def test_what_cannot_be_kept_or_shown_is_refused() -> None:
     assert "is a int under a tuple; numbers, texts" in raised(training(under_a_pair))
 
 
+@pytest.mark.parametrize("steps_at_once", [False, True])
+def test_a_hook_is_tried_where_a_layer_is_no_longer_there(steps_at_once: bool) -> None:
+    def drop(net: Any, optimizer: Any, step: int) -> Any:
+        if step == 1:
+            means = {net.norm.running_mean: 0.1}
+            net.second = net.norm = nn.Identity()
+            optimizer.register_step_post_hook(lambda *_: means.clear())
+            if steps_at_once:  # the layer's gradients are still there
+                optimizer.step()
+
+    assert_same_bits(training(drop), 2)
+
+
 def test_keys_of_an_entry_may_be_numbers() -> None:
     def counted(net: Any, optimizer: Any, step: int) -> Any:
         for entry in optimizer.state.values():
