@@ -60,6 +60,13 @@ def state_of(hook: Any) -> tuple[Holder, ...]:
     return Reached().look([hook, torch.default_generator])
 
 
+def reached_by(hooks: Sequence[Any]) -> Reached:
+    """Python state that some hooks can reach, as that of a call."""
+    reached = Reached()
+    with reached.leaving_no_trace(hooks):
+        return reached
+
+
 def with_hooks(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """The names of the parameters that have hooks."""
     return frozenset(

@@ -32,6 +32,7 @@ from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.reach.at_calls import Left, moments
 from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
+from graphsplit.optimizers.parameter_hooks import reached_by
 from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import Exchange
 from graphsplit.planning.compared.announced import Note
@@ -333,22 +334,28 @@ def _plan_microbatches(
             num_parts, first=False, is_microbatched=True, adds_up=True, exchange=Exchange.ALONE
         )
         exchange = planner.plan_for(found, part, note=note)
-    weights, marks = shape.weights, _marks(trained, lefts, plans)
-    return PlannedStep(tuple(plans), tuple(sizes), weights, marks, exchange)
+    marks = _marks(trained, lefts, plans, planner.writes.hooks.all)
+    return PlannedStep(tuple(plans), tuple(sizes), shape.weights, marks, exchange)
 
 
 def _marks(
     trained: Sequence[tuple[Sequence[torch.Tensor], tuple[bool, ...]]],
     lefts: Sequence[Left],
     plans: Sequence[ReadyPlan],
+    hooks: Callable[[], Sequence[Any]],
 ) -> tuple[Callable[[], None], ...]:
     """Functions that bring back, before each plan runs, what its microbatches find."""
     is_one = len({flags for _, flags in trained}) == 1
     flags = [] if is_one else [partial(put_requires_grad, *part) for part in trained]
     # One that asks leaves what it leaves once it has run.
     known = [plan for plan in plans if not plan.asks] if len(plans) > 1 else []
-    calls = [[call.reached for _, call in opaque_calls(plan.plan)] for plan in known]
-    found = [*moments(lefts[: len(known)], calls)] if any(calls) else []
+    found: list[Callable[[], None]] = []
+    if known and any(left.before for left in lefts):
+        on_parameters = hooks()
+        late = [reached_by(on_parameters)] if on_parameters else []
+        of_plans = (opaque_calls(plan.plan) for plan in known)
+        calls = [[*late, *(call.reached for _, call in of_plan)] for of_plan in of_plans]
+        found += moments(lefts[: len(known)], calls) if any(calls) else ()
     found += [_nothing] * (len(plans) - len(found)) if found else []
     if flags and found:
         return tuple([partial(_all_of, both) for both in zip(found, flags, strict=True)])

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from alone_helpers import assert_as_alone
 from equivalence_helpers import batches_of, rows_against_target
+from plain_model import PlainModel
+from recovery_helpers import threads_as_workers
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import StepFailedError
+
+assert threads_as_workers
 
 Code = Callable[[Any], object]
 
@@ -149,6 +154,22 @@ def _follows(
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_was_there_when_it_was_called(case: str, make: Any, microbatches: int) -> None:
     _follows(*CASES[case], microbatches, make)
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+def test_a_hook_on_a_parameter_finds_what_its_microbatch_has_left() -> None:
+    def losses(make: Callable[..., Any]) -> list[float]:
+        torch.manual_seed(0)
+        net = Around(_counts, _nothing, lambda held: 1, Held)
+        net.whole = nn.Linear(8, 8)  # no call: the hook alone reads it
+        _place(net)
+        net.last.weight.register_hook(lambda gradient: gradient * net.held.n)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        model = make(net, rows_against_target, optimizer, microbatches=4)
+        return [float(model.train_step(*batch)) for batch in batches_of(8, 8, num=4)]
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
 
 
 def test_what_both_change_is_refused() -> None:
