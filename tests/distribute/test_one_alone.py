@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_helpers import Distribute, assert_same_bits
+from loop_helpers import Distribute, assert_same_bits, placed
 from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
@@ -238,3 +238,24 @@ def test_a_hook_that_removes_itself_where_it_runs_is_no_ones_alone() -> None:
             yield [p.grad.clone() for p in net.parameters()]
 
     assert_same_bits(once, 2)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_hook_of_a_tied_parameter_is_no_ones_alone_under_another_name(first: int) -> None:
+    def renamed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        net[1].weight = net[0].weight
+        net = distribute(placed(net, [*net], ranks))
+        for step in range(5):
+            net.zero_grad()
+            net(torch.randn(6, 8)).square().sum().backward()
+            yield [p.grad.clone() for p in net.parameters()]
+            if step == 0:
+                net[1].weight.register_hook(lambda gradient: gradient * 0.5)
+            if step in (1, 2):
+                index = (step + first) % 2
+                net[index] = nn.Sequential(net[index], nn.Tanh())
+            if step == 3:
+                net[0][0].weight.register_hook(torch.neg)
+
+    assert_same_bits(renamed, 2)

@@ -81,11 +81,20 @@ class ParameterHooks:
 
     def told(self) -> tuple[str, ...]:
         """The parameters with other hooks than when workers last compared, for ``hooks_apart``."""
+        if self._is_due:
+            self.num_registered = -1  # names may be others
         self._look()
         self._tells_all, now, before = self._is_due, self._begun, self._compared
         if now == before and not (now and self._is_due):
             return ()
-        changed = [n for n in dict.fromkeys((*now, *before)) if now.get(n) != before.get(n)]
+        # Those of a parameter that has got another name are no others.
+        kept = {(), *now.values()} & {(), *before.values()}
+        changed = [
+            n
+            for n in dict.fromkeys((*now, *before))
+            if now.get(n) != before.get(n)
+            and not kept.issuperset((now.get(n, ()), before.get(n, ())))
+        ]
         told = dict.fromkeys((*changed, *now)) if self._is_due else changed
         tensors, new = self._tensors(), frozenset(changed)
         return tuple(f"{n}{_HAS}{_described(tensors.get(n), n in new)}" for n in told)
