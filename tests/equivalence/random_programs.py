@@ -58,12 +58,14 @@ class Program:
     Attributes:
         microbatches: How many a step has.
         has_own_loop: Whether the script trains by itself, and not by a Model.
+        keeps_whole: Whether a part is kept whole.
     """
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self.microbatches = self._draw.choice((1, 1, 4))
         self.has_own_loop = self._draw.random() < 0.3
+        self.keeps_whole = random.Random(~seed).random() < 0.25
         self._asks = self._draw.random() < 0.12
         homes = ("net", "net", "net", "part", "namespace", "table", "class", "object", "function")
         slots = [self._slot(f"s{i}", homes) for i in range(self._draw.randrange(2, 6))]

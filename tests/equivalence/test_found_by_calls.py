@@ -28,6 +28,7 @@ class Held:
 
     def __init__(self) -> None:
         self.n, self.rate, self.flag = 1, 0.5, False
+        self.kept: Any = None
         self.seen = [1.0]
 
 
@@ -106,6 +107,11 @@ def _sets_late(held: Any) -> None:
     held.late = 2
 
 
+def _keeps_a_tensor(held: Any) -> None:
+    held.n += 1
+    held.kept = torch.ones(2) if held.n < 4 else None
+
+
 CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
     "counted before": (_counts, _nothing, lambda held: held.n),
     "counted behind": (_nothing, _counts, lambda held: held.n),
@@ -115,6 +121,10 @@ CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
     "a number that comes back": (_halves, _adds, lambda held: held.rate),
     "a list that grows behind": (_nothing, _appends, lambda held: sum(held.seen)),
     "another list behind": (_appends, _keeps_two, lambda held: sum(held.seen)),
+    "whether a tensor is there": (
+        *(_nothing, _keeps_a_tensor),
+        lambda held: 1 if held.kept is None else 2,
+    ),
     "set by the first call": (_nothing, _sets_late, lambda held: getattr(held, "late", 1)),
 }
 

@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,7 +68,8 @@ def test_a_random_program_is_as_alone(
     except (TypeError, AttributeError, IndexError) as error:
         pytest.skip(f"no program: {error}")
     try:
-        assert_as_alone(lambda: run(_plain, lambda net: None), lambda: run(_cut, _place))
+        place = partial(_place, keeps_whole=program.keeps_whole)
+        assert_as_alone(lambda: run(_plain, lambda net: None), lambda: run(_cut, place))
     except GraphsplitError as error:  # by name; all else is wrong
         print(f"refused: {error}")
     except BaseException:
@@ -75,7 +77,9 @@ def test_a_random_program_is_as_alone(
         raise
 
 
-def _place(net: Any) -> None:
+def _place(net: Any, *, keeps_whole: bool) -> None:
+    if keeps_whole:
+        gs.opaque(net.part)
     net.a.place("MS_WORKER", 0)
     net.b.place("MS_WORKER", 1)
     net.part.place("MS_WORKER", 1)

@@ -259,7 +259,7 @@ class StateWatch:
 
     def note_call(self, reached: Reached, line: str) -> None:
         """Note what a call that is kept whole finds in Python."""
-        self._calls.note(reached, line, self._begun().noted)
+        self._calls.note(reached, line, self._begun().noted, self._kept.real_of)
 
     def _left_by(self, recorder: ReadRecorder) -> tuple[Change, ...]:
         known = recorder.noted, computed, recorder.has_made

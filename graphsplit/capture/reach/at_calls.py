@@ -32,6 +32,7 @@ from graphsplit.guards.values import (
     reference_of,
     same,
     thaw,
+    with_leaves,
 )
 from graphsplit.guards.visitor import Noted
 
@@ -66,10 +67,23 @@ class FoundByCalls:
         self.found: tuple[AtCall, ...] = ()
         self._calls: list[tuple[Reached, str, dict[Any, Any]]] = []
 
-    def note(self, reached: Reached, line: str, noted: Mapping[Any, Noted]) -> None:
-        """Note what a call that is being recorded finds."""
+    def note(
+        self,
+        reached: Reached,
+        line: str,
+        noted: Mapping[Any, Noted],
+        real_of: Callable[[Any], Any],
+    ) -> None:
+        """Note what a call that is being recorded finds.
+
+        Args:
+            reached: The state that it can reach.
+            line: The user's line.
+            noted: The places that were read or written around it so far.
+            real_of: Gives for what stands for a kept tensor that itself, for anything else that.
+        """
         found = {
-            identity: freeze(one.place.read())
+            identity: with_leaves(freeze(one.place.read()), real_of)
             for identity, one in noted.items()
             if reached.reaches(one.place)
         }
@@ -102,8 +116,8 @@ class FoundByCalls:
                 now, last = seen.get(identity, one.first), one.first
                 if leaves:
                     last = freeze(one.place.read())
-                if _is_one(now, last) or holds(now, _is_tensor) or holds(last, _is_tensor):
-                    continue  # tensors around it come as its arguments, or are refused
+                if _is_one(now, last) or (holds(now, _is_tensor) and holds(last, _is_tensor)):
+                    continue  # it may ask whether there is one; its value comes as an argument
                 is_first = leaves and _is_one(now, one.first)
                 if not is_first:
                     now = _of_step(now, one.place, line, compute, has_made)
@@ -114,6 +128,10 @@ class FoundByCalls:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
+
+
+def _is_made_anew(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, *SYMBOLIC))
 
 
 def _is_one(one: Any, other: Any) -> bool:
@@ -136,7 +154,7 @@ def _of_step(
     """A value that each step makes anew."""
     if isinstance(value, SYMBOLIC):
         return compute(value)
-    if holds(value, lambda leaf: isinstance(leaf, SYMBOLIC)) or has_made(reference_of(value)):
+    if holds(value, _is_made_anew) or has_made(reference_of(value)):
         raise CaptureError(
             f"code that is kept whole reads {place.label}, which the code around it sets before "
             f"and after: something that each step makes anew\n  {line}\n  {place.source}\n"
