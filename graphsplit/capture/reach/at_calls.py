@@ -7,7 +7,8 @@ The Python code of a step does not run with it: what it leaves is left before th
     h = self.whole(h)        reads 3, as in eager mode
     self.depth = 0           and this is what is left
 
-So where it would find something else, the value of its moment stands in the place while it runs.
+So where it would find something else, the value of its moment stands in the place while it runs
+(docs/design/0052).
 """
 
 from __future__ import annotations
