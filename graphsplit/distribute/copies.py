@@ -133,10 +133,13 @@ class StateCopy(torch.Tensor):
             if target.taken.source is None or name == "__set__":
                 target.taken.refuse_write()
         copies = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, StateCopy)]
+        returned = [args[1].taken] if name == "copy_" and _is_own_value(*args[:2]) else []
         args, kwargs = pytree.tree_map_only(StateCopy, StateCopy.plain, (args, kwargs))
         result = func(*args, **kwargs)
         for target in targets:
             target.taken.write_on()
+        for taken in returned:
+            taken.at = taken.mark()
         if isinstance(result, np.ndarray):  # a write into it would be lost
             result.flags.writeable = False
         if type(result) is not torch.Tensor or not copies:
@@ -237,6 +240,15 @@ def as_copies(
             state[key] = made
         elif isinstance(value, Mapping):
             as_copies(value, mark_of)
+
+
+def _is_own_value(tensor: Any, value: Any = None) -> bool:
+    """Whether a tensor would be given all of a copy of itself, which stays right."""
+    if not isinstance(value, StateCopy) or value.taken.source is not tensor:
+        return False
+    one, whole = value, value.taken.whole
+    assert whole is not None  # all that have a source know it
+    return (one.shape, one.stride()) == (whole.shape, whole.stride())
 
 
 def _targets(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 import collections
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loop_helpers import is_same, plain
+from loop_helpers import Distribute, assert_same_bits, is_same, placed, plain, results
 from loops import Language, small
 from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
 
 import graphsplit as gs
 from graphsplit.distribute import backward
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.errors import ConfigurationError, GraphsplitError, OwnershipError
 from graphsplit.job import joined
 
 assert threads_as_workers
@@ -169,6 +170,40 @@ def test_a_write_into_a_networks_dictionary_is_one_into_the_network() -> None:
     run = ThreadCluster(lambda _: copy.deepcopy(tied(gs.distribute)), 2, is_recoverable=False).run
     for found in run():
         assert is_same(found, expected)
+
+
+def exchanged(state: dict[str, Any]) -> dict[str, Any]:
+    state["0.weight"], state["1.weight"] = state["1.weight"], state["0.weight"]
+    return state
+
+
+def transposed(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.t() if value.dim() == 2 else value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("change", [dict, exchanged, transposed])
+def test_a_network_may_load_its_own_values_where_a_layer_has_two_names(
+    change: Callable[[Any], Any],
+) -> None:
+    def loop(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        net = distribute(placed(net, [*net], ranks))
+        optimizer = torch.optim.Adam(net.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(6, 8)).square().sum().backward()
+            optimizer.step()
+            if step == 1:
+                net.extend([net[0], net[1]])
+            net.load_state_dict(change(net.state_dict()))
+        yield {name: value.clone() for name, value in net.state_dict().items()}
+        yield optimizer.state_dict()
+
+    if change is dict:
+        assert_same_bits(loop, 2)
+    else:  # in one process the one would change while the other is loaded, or itself
+        with pytest.raises(GraphsplitError, match="would have changed with it"):
+            ThreadCluster(lambda _: results(loop, gs.distribute, 2), 2, is_recoverable=False).run()
 
 
 def load_kept(trained: Trained) -> None:
