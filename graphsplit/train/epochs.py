@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -179,7 +180,10 @@ def put_callbacks_back(callbacks: Sequence[Callback], saved: Sequence[Any]) -> N
 
 
 def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> list[Callback]:
-    """Give every saved state to the next callback of its class; returns those without one."""
+    """Give every saved state to the next callback of its class; returns those without one.
+
+    Each is a copy: what the callback makes of it is not what a rollback gives once more.
+    """
     left = list(callbacks)
     for name, state in saved:
         found = next((c for c in left if type(c).__qualname__ == name), None)
@@ -191,7 +195,7 @@ def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> list[
                 f"resume=False)."
             )
         left.remove(found)
-        found.load_state_dict(state)
+        found.load_state_dict(copy.deepcopy(state))
     return left
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Tensor
 
 import graphsplit as gs
 from graphsplit.errors import CheckpointError, ConfigurationError
+from graphsplit.train.epochs import load_callbacks
 
 assert threads_as_workers
 EPOCHS = 3
@@ -385,6 +386,20 @@ def test_a_callback_whose_state_was_saved_must_be_there(tmp_path: Path) -> None:
     model.load(tmp_path)
     with pytest.raises(ConfigurationError, match="no such callback"):
         model.train(EPOCHS, LOADERS["in order"](), [])
+
+
+def test_what_a_callback_makes_of_its_state_is_not_given_once_more() -> None:
+    class Keeps(gs.callbacks.Callback):
+        kept: Any = None
+
+        def load_state_dict(self, state: Any) -> None:
+            self.kept = state
+            state["mean"].add_(1)
+
+    saved = [[Keeps.__qualname__, {"mean": torch.zeros(2)}]]
+    for _ in range(2):  # as where a job goes back to before the first step
+        load_callbacks([callback := Keeps()], saved)
+        assert torch.equal(callback.kept["mean"], torch.ones(2))
 
 
 # Saving while it trains.
