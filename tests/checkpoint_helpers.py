@@ -63,6 +63,12 @@ class ThreadHolder(StateHolder):
         else:
             self.waiting[what] = action
 
+    def when_planned(self, action: Callable[[], None]) -> None:
+        if self.fixed or self._group.num_workers == 1:
+            action()
+        else:
+            self.once_planned = action
+
     def settle_now(self) -> None:
         waiting, self.waiting = self.waiting, {}
         for action in waiting.values():

@@ -4,7 +4,8 @@ Worker 0's has the plain name, the others' have their rank in it::
 
     callbacks    callbacks 1    callbacks 2
 
-As many workers as have saved each take their own. Other numbers can do so only where all are equal.
+As many workers as have saved each take their own, if they own the same parameters as then: a
+callback may keep something of each of them. Others can do so only where all are equal.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import zip_longest
 from typing import Any
 
 from graphsplit.checkpoint.generators import is_same
+from graphsplit.checkpoint.position import Resumption
 from graphsplit.encoding.packed import Packed
 from graphsplit.errors import StateError
 from graphsplit.job.group import WorkerGroup
@@ -89,18 +91,54 @@ def check_alike(group: WorkerGroup, states: list[Any]) -> None:
     Raises:
         StateError: They are not the same on all workers; names the callback, the same everywhere.
     """
+    if differing := _differing(group, states):
+        raise StateError(
+            f"{differing}, so under GS_RECOVERY=go_on the others could not go on without one of "
+            f"them\n"
+            f"  Fix: let state_dict() return the same on every worker, or set "
+            f"GS_RECOVERY=wait_rejoin."
+        )
+
+
+def check_owners(group: WorkerGroup, saved: Resumption, now: str | None) -> None:
+    """Refuse states of callbacks that belong to parameters of other workers. Collective.
+
+    Args:
+        group: All workers.
+        saved: What this worker's callbacks were given, and who owned which parameter then.
+        now: Who owns which now.
+
+    Raises:
+        StateError: Others own them, and the states are not the same on all workers; names the
+            callback, the same everywhere.
+    """
+    if saved.owners in (None, now) or group.num_workers == 1:
+        return
+    if differing := _differing(group, saved.callbacks):
+        raise StateError(
+            f"{differing} that have saved it, and parameters live on other workers now than then: "
+            f"what it keeps of one would not be where the parameter is\n"
+            f"  Fix: load it under the placement that has saved it, or let state_dict() return the "
+            f"same on every worker; train(..., resume=False) does without the saved states."
+        )
+
+
+def _differing(group: WorkerGroup, states: list[Any]) -> str:
+    """Whose states are not the same on all workers, in words; collective."""
     what = "the states of callbacks"
     first = group.share_value(states, source=0, what=what)
     kept = Packed.of(states, what=what).value()  # as who goes on would be given it
     told = group.exchange("" if is_same(kept, first) else _names(first, kept))
     for rank, names in enumerate(told):
         if names:
-            raise StateError(
-                f"the state of {names} is not the same on {group.name(0)} and {group.name(rank)}, "
-                f"so under GS_RECOVERY=go_on the others could not go on without one of them\n"
-                f"  Fix: let state_dict() return the same on every worker, or set "
-                f"GS_RECOVERY=wait_rejoin."
-            )
+            return f"the state of {names} is not the same on {group.name(0)} and {group.name(rank)}"
+    return ""
+
+
+def states_of(callbacks: Sequence[Any]) -> list[list[Any]]:
+    """Class and state of every callback that has one, as it is on this worker."""
+    found = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
+    return [entry for entry in found if entry[1]]
 
 
 def is_same_number(sections: Collection[str], num_workers: int) -> bool:

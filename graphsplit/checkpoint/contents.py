@@ -6,14 +6,16 @@ has everything, and worker 0 saves it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphsplit.encoding.values import encode
+from graphsplit.encoding.values import encode, to_text
 from graphsplit.errors import StateError
 from graphsplit.logs import say
 from graphsplit.optimizers.optimizer import order_of
@@ -103,9 +105,18 @@ class Ownership:
         self.tensors = tuple({id(t): t for t in named.values()}.values())
         self._owners = {id(t): owners[name] for name, t in named.items() if name in owners}
         self.is_settled = all(id(t) in self._owners or steers(t) for t in self.tensors)
+        self._parameters = tuple(task.network.named_parameters())
         self._names: dict[int, str] = {}
         for name, tensor in named.items():
             self._names.setdefault(id(tensor), name)
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Who owns which of the network's parameters, in short; None before there is a plan."""
+        if not self.is_settled:
+            return None
+        owners = [[name, self._owners.get(id(p))] for name, p in self._parameters]
+        return hashlib.sha256(to_text(owners).encode()).hexdigest()
 
     def saver(self, tensor: torch.Tensor) -> int:
         """The worker that saves a tensor."""

@@ -37,6 +37,10 @@ class StateHolder(ABC):
         """Do something as soon as owners are fixed; replaces what waits under the same name."""
 
     @abstractmethod
+    def when_planned(self, action: Callable[[], None]) -> None:
+        """Do something, which may be collective, once there is a plan; replaces what waits so."""
+
+    @abstractmethod
     def settle_now(self) -> None:
         """Do what waits for owners as if every worker owned everything. Collective."""
 

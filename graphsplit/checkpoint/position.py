@@ -335,6 +335,7 @@ class Resumption:
         start: How its first epoch begins.
         loss: Loss of the last step; None before.
         callbacks: Class and state of every callback that has one.
+        owners: Who owned which parameter then, in short; None if that is not known.
         is_rollback: Whether this process has been beyond it before: callbacks know already that
             training has begun.
         put_back: Puts back once more what a lost worker's job went back to: callbacks that are told
@@ -345,6 +346,7 @@ class Resumption:
     start: EpochStart
     loss: torch.Tensor | None = None
     callbacks: list[Any] = field(default_factory=list)
+    owners: str | None = None
     is_rollback: bool = False
     put_back: Callable[[], None] | None = None
 
@@ -356,6 +358,7 @@ class Resumption:
             "start": start,
             "loss": self.loss,
             "callbacks": self.callbacks,
+            "owners": self.owners,
         }
 
     @classmethod
@@ -377,4 +380,5 @@ class Resumption:
             ),
             values.get("loss"),
             list(values.get("callbacks") or []),
+            values.get("owners"),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from graphsplit.checkpoint import by_worker
-from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION
+from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION, states_of
 from graphsplit.checkpoint.contents import (
     KEPT,
     CheckpointContents,
@@ -106,6 +106,7 @@ class States:
         self.others = OtherLoaders()
         self.python = PlainState(task)
         self.resumption: Resumption | None = None
+        self._unchecked: str | None = None  # owners when callbacks' states were saved
 
     @property
     def position(self) -> Position:
@@ -214,13 +215,12 @@ class States:
             if group.rank == self._holder.loader_rank:
                 contents.add_section("loader", self._loader_section())
             if group.rank == 0:
-                for section, value in self._sections(extra).items():
+                for section, value in self._sections(extra, ownership).items():
                     contents.add_section(section, value)
                 contents.add_section("python", self.python.saved())
                 contents.add_section("forms", kept_forms(self._task))
-            contents.add_section(
-                by_worker.name_of(CALLBACKS, group.rank), states_of(self.run.callbacks)
-            )
+            mine = by_worker.name_of(CALLBACKS, group.rank)
+            contents.add_section(mine, states_of(self.run.callbacks))
             own = self.python.saved(self._holder.reached_here())
             contents.add_section(f"{WHOLE}{group.rank}", own)
             if self._task.num_kept:
@@ -245,8 +245,9 @@ class States:
             "others": self.others.state(),
         }
 
-    def _sections(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _sections(self, extra: Mapping[str, Any], ownership: Ownership) -> dict[str, Any]:
         return {
+            "owners": self._unchecked or ownership.digest,
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
             "adds_up": self._holder.progress.adds_up,
@@ -351,20 +352,33 @@ class States:
         self.resumption = None
         if position.epoch:
             callbacks = values.get(CALLBACKS) or []
-            self.resumption = Resumption(position, found.start, values.get("loss"), callbacks)
+            self.resumption = Resumption(
+                position, found.start, values.get("loss"), callbacks, values.get("owners")
+            )
+
+    def check_callbacks(self, resumption: Resumption) -> None:
+        """Once there is a plan: refuse what callbacks keep of parameters that others own now."""
+
+        def check() -> None:
+            self._unchecked = None
+            by_worker.check_owners(self._holder.group(), resumption, self._ownership().digest)
+
+        self._unchecked = resumption.owners
+        self._holder.when_planned(check)
 
     # A snapshot.
 
-    def sections(self, process: Fixed | None = None) -> dict[str, Any]:
+    def sections(self, ownership: Ownership, process: Fixed | None = None) -> dict[str, Any]:
         """All that belongs to the training state beside network and optimizers.
 
         Args:
+            ownership: Who owns what.
             process: What ``process_generators`` gave just now, if the caller knows.
         """
         rank = self._holder.group().rank
         resumption = None if self.resumption is None else self.resumption.to_values()
         return {
-            **self._sections({}),
+            **self._sections({}, ownership),
             "loader": self._loader_section(process),
             by_worker.name_of(CALLBACKS, rank): states_of(self.run.callbacks),
             by_worker.name_of(RESUMPTION, rank): resumption,
@@ -448,12 +462,6 @@ class States:
 
         if optimizers:
             self._holder.when_settled("optimizers", load)
-
-
-def states_of(callbacks: Sequence[Any]) -> list[list[Any]]:
-    """Class and state of every callback that has one, as it is on this worker."""
-    found = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
-    return [entry for entry in found if entry[1]]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
+from graphsplit.checkpoint.by_worker import states_of
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Position
 from graphsplit.checkpoint.restore import told_keys
-from graphsplit.checkpoint.states import Loaded, Stateful, states_of
+from graphsplit.checkpoint.states import Loaded, Stateful
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.modes import ensure_training

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from graphsplit.capture.reach.plain import PlainContents
+from graphsplit.checkpoint.by_worker import states_of
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
-from graphsplit.checkpoint.states import Stateful, states_of
+from graphsplit.checkpoint.states import Stateful
 from graphsplit.guards.values import with_leaves
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.by_worker import check_alike
+from graphsplit.checkpoint.by_worker import check_alike, states_of
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
-from graphsplit.checkpoint.states import states_of
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.encoding.values import encode

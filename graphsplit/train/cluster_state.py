@@ -41,6 +41,7 @@ class ClusterState(Engine):
         self.planner = planner or Planner(task, job)
         self.sums = self.planner.sums or PartSums()
         self._waiting: dict[str, Callable[[], None]] = {}
+        self._once_planned: Callable[[], None] | None = None
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None
         self._number = 0  # by the plan that settled it first: on all workers alike
@@ -60,6 +61,17 @@ class ClusterState(Engine):
         else:
             self._waiting[what] = action
 
+    def when_planned(self, action: Callable[[], None]) -> None:
+        """Do it as soon as there is a plan, and not before."""
+        self._once_planned = action
+        if self.planner.owners:
+            self._do_once_planned()
+
+    def _do_once_planned(self) -> None:
+        action, self._once_planned = self._once_planned, None
+        if action is not None:
+            action()
+
     def settle_now(self) -> None:
         """Do what waits for a plan without one."""
         waiting, self._waiting = self._waiting, {}
@@ -74,6 +86,7 @@ class ClusterState(Engine):
                 if isinstance(key, torch.Tensor) and is_elsewhere(key):
                     del optimizer.state[key]
         self.settle_now()
+        self._do_once_planned()
         first, self.on_first_settled = self.on_first_settled, None
         if first is not None:
             first()

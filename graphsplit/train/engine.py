@@ -319,6 +319,10 @@ class EagerEngine(Engine):
         """Do it now."""
         action()
 
+    def when_planned(self, action: Callable[[], None]) -> None:
+        """Do it now."""
+        action()
+
     def settle_now(self) -> None:
         """Nothing waits."""
 

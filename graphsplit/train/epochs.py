@@ -130,6 +130,7 @@ class Epochs:
         self._put_back(resumption)
         load = put_callbacks_back if resumption.is_rollback else load_callbacks
         load(self.callbacks, resumption.callbacks)
+        self._states.check_callbacks(resumption)
         start = resumption.start
         if start.step == 0 and start.now is not None:
             # Between two epochs: what callbacks draw now belongs to the epoch that begins.

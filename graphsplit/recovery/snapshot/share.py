@@ -285,7 +285,7 @@ class ModelSnapshot:
         contents.add_section(f"{LEFT}{rank}", left)
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
-        for section, value in self.states.sections(process).items():
+        for section, value in self.states.sections(ownership, process).items():
             contents.add_section(section, value)
         prefix = f"m{self.index}"
         tensors.update({f"{prefix}/w/{name}": t for name, t in contents.weights.items()})
