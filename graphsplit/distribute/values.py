@@ -208,7 +208,9 @@ class LoopValue(torch.Tensor):
                 "data of a plain tensor, or of a network before its first call, was set to a "
                 "parameter or another value that lives on one worker and is held elsewhere too: in "
                 "one process both would have one memory from now on\n"
-                "  Fix: p.data.copy_(value), or nn.Parameter(value.clone()) for a new parameter."
+                "  Fix: p.data.copy_(value), or nn.Parameter(value.clone()) for a new parameter; "
+                "before weight_norm of a layer that has run, give it a weight of its own: "
+                "a.weight = nn.Parameter(a.weight.detach().clone())."
             )
         kind = type(tensor)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from loop_helpers import Distribute, Loop, placed, plain, raised
+from loop_helpers import Distribute, Loop, assert_same_bits, placed, plain, raised
 from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from several_networks import Twice
@@ -422,6 +422,31 @@ def test_a_value_of_the_script_that_the_network_holds_is_refused() -> None:
         ThreadCluster(scaling, 2, is_recoverable=False).run()
 
     assert "Fix: hold it in a buffer" in str(caught.value)
+
+
+def normed(prepare: Callable[[torch.nn.Linear], None]) -> Loop:
+    """A layer with normed weights from the second step on."""
+
+    def norming(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        net = distribute(small(ranks))
+        for step in range(3):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net(torch.ones(6, 8)).square().sum().backward()
+            optimizer.step()
+            if step == 0:
+                prepare(net.second)
+                torch.nn.utils.parametrizations.weight_norm(net.second)
+        yield from net.state_dict().items()
+
+    return norming
+
+
+def test_weights_that_are_normed_after_a_step_have_to_be_the_layers_own() -> None:
+    def renew(layer: torch.nn.Linear) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+
+    assert "a.weight = nn.Parameter(a.weight.detach().clone())" in raised(normed(lambda _: None))
+    assert_same_bits(normed(renew), 2)
 
 
 def of_another_worker(kind: str) -> Loop:
