@@ -30,7 +30,7 @@ from graphsplit.batches.microbatches import BatchDescription, Divider, Division,
 from graphsplit.batches.signature import Signature, leaves
 from graphsplit.capture.failures import too_late
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.reach.at_calls import Left, moments
+from graphsplit.capture.reach.at_calls import NOTHING_LEFT, Left, moments
 from graphsplit.errors import ConfigurationError, PlacementError, RaisedInEagerError
 from graphsplit.optimizers.parameter_hooks import reached_by
 from graphsplit.partition.checks.one_state import opaque_calls
@@ -272,8 +272,11 @@ def plan_step(
         signature, count = shape.parts[0] if shape.parts else (shape.whole, 1)
         part = StepPart(count, first=opens, last=closes)
         found = planner.recording_for(mode, signature, note=note)
-        return PlannedStep((planner.plan_for(found, part, note=note),), (count,))
-    return _plan_microbatches(planner, shape, note, opens=opens, closes=closes)
+        planned = PlannedStep((planner.plan_for(found, part, note=note),), (count,))
+    else:
+        planned = _plan_microbatches(planner, shape, note, opens=opens, closes=closes)
+    planner.left = NOTHING_LEFT  # it holds what the script may have let go of
+    return planned
 
 
 def _plan_microbatches(
@@ -350,6 +353,7 @@ def _marks(
     # One that asks leaves what it leaves once it has run.
     known = [plan for plan in plans if not plan.asks] if len(plans) > 1 else []
     found: list[Callable[[], None]] = []
+    lefts[-1].let_find()  # what adds parts of gradients up has left all once more
     if known and any(left.before for left in lefts):
         on_parameters = hooks()
         late = [reached_by(on_parameters)] if on_parameters else []

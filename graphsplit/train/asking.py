@@ -16,6 +16,7 @@ import torch
 from graphsplit.batches.microbatches import Division
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import NodeKind
+from graphsplit.capture.reach.at_calls import NOTHING_LEFT
 from graphsplit.job.job import Job
 from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.planning.planner import Planner
@@ -56,6 +57,7 @@ def answered(
             if phase.weights and found.recording.graph.has_replicas:  # behind the question
                 part = part._replace(start=phase.start, num_parts=len(division.microbatches))
             phase = phase._replace(planned=planner.plan_for(found, part))
+            planner.left = NOTHING_LEFT
             if not phase.planned.asks or phase.planned.ending is not None:
                 break
             if phase.weights:
