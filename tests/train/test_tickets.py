@@ -13,6 +13,7 @@ import torch
 from graphsplit.batches.microbatches import BatchDescription, Divider
 from graphsplit.batches.signature import Signature
 from graphsplit.capture.graph import Mode
+from graphsplit.capture.reach.at_calls import NOTHING_LEFT
 from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.errors import FrameError, LoaderMismatchError
@@ -264,6 +265,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         sums=None,
         trainable=(),
         plan_for=lambda *a, **k: planned,
+        left=NOTHING_LEFT,
         writes=Writes(dict, ComparedWrites(), ParameterHooks(dict, dict, int)),
         recordings=(),
         values_shared_with=lambda loader: SharedValues((), ()),
