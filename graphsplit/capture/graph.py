@@ -250,8 +250,8 @@ class CapturedGraph:
     @property
     def is_other_after(self) -> bool:
         """Whether the next call may find another state than this one did."""
-        changes, finds = self.state.changes, self.state.at_calls
-        return any(one.is_read for one in changes) or any(one.is_first for one in finds)
+        is_read = any(change.is_read for change in self.state.changes)
+        return is_read or self.state.calls.are_other_after
 
     @cached_property
     def loss_node(self) -> int | None:

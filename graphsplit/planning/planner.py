@@ -318,7 +318,7 @@ class Planner:
         if not self._is_settled:
             self._free_others()
         state, self.left = recording.graph.state, NOTHING_LEFT
-        if state.changes or state.at_calls or kept_places:
+        if state.changes or state.calls.found or kept_places:
             leave = partial(leave_and_count, self._task.network, state, found.lifted)
             self.left = left_by(state, leave, found.lifted)
         own: dict[str, Any] = {"part": part, "asks": asks, "ending": recording.graph.ending}

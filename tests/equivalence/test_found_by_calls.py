@@ -30,6 +30,7 @@ class Held:
         self.n, self.rate, self.flag = 1, 0.5, False
         self.kept: Any = None
         self.seen = [1.0]
+        self.counts = {"whole": 0, "around": 0}
 
 
 class Whole(nn.Module):
@@ -112,6 +113,26 @@ def _keeps_a_tensor(held: Any) -> None:
     held.kept = torch.ones(2) if held.n < 4 else None
 
 
+def _counts_around(held: Any) -> None:
+    held.counts["around"] = held.counts["around"] + 1
+
+
+def _counts_inside(held: Any) -> float:
+    held.counts["whole"] += 1
+    count: int = held.counts["whole"]
+    return count
+
+
+def _lowers_n(held: Any) -> None:
+    held.n = 0
+
+
+def _counts_n(held: Any) -> float:
+    held.n += 1
+    count: int = held.n
+    return count
+
+
 CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
     "counted before": (_counts, _nothing, lambda held: held.n),
     "counted behind": (_nothing, _counts, lambda held: held.n),
@@ -126,6 +147,12 @@ CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
         lambda held: 1 if held.kept is None else 2,
     ),
     "set by the first call": (_nothing, _sets_late, lambda held: getattr(held, "late", 1)),
+}
+
+
+CHANGING = {
+    "two entries of a dictionary": (_nothing, _counts_around, _counts_inside),
+    "set anew before each call": (_lowers_n, _nothing, _counts_n),
 }
 
 
@@ -166,6 +193,13 @@ def test_it_is_what_was_there_when_it_was_called(case: str, make: Any, microbatc
     _follows(*CASES[case], microbatches, make)
 
 
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("case", CHANGING)
+def test_a_call_that_changes_what_nobody_reads_around_it(case: str, microbatches: int) -> None:
+    _follows(*CHANGING[case], microbatches)
+
+
 @pytest.mark.usefixtures("threads_as_workers")
 @pytest.mark.filterwarnings("ignore:network or loss reads")
 def test_a_hook_on_a_parameter_finds_what_its_microbatch_has_left() -> None:
@@ -183,16 +217,8 @@ def test_a_hook_on_a_parameter_finds_what_its_microbatch_has_left() -> None:
 
 
 def test_what_both_change_is_refused() -> None:
-    def counts(held: Any) -> float:
-        held.n += 1
-        return 1.0
-
     with pytest.raises(StepFailedError, match="which the code around it changes as well"):
-        _follows(_lowers_n, _raises_n, counts, 1)
-
-
-def _lowers_n(held: Any) -> None:
-    held.n = 0
+        _follows(_lowers_n, _raises_n, _counts_n, 1)
 
 
 def _raises_n(held: Any) -> None:

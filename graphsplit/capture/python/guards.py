@@ -20,7 +20,7 @@ from graphsplit.capture.python import identities
 from graphsplit.capture.python.answers import Answers, Asking
 from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.capture.python.trained_marks import TrainedMarks
-from graphsplit.capture.reach.at_calls import AtCall, FoundByCalls
+from graphsplit.capture.reach.at_calls import FoundByCalls
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.handed import Handed
@@ -78,7 +78,7 @@ class PythonState:
         lifted: The numbers that are operands of the graph.
         handed: What the script is handed beside the outputs, in their order.
         renewed: The kept tensors to which it assigns.
-        at_calls: What code kept whole finds, where that is not what the step leaves.
+        calls: What code kept whole finds, where that is not what the step leaves.
     """
 
     guards: Guards
@@ -86,7 +86,7 @@ class PythonState:
     lifted: Lifted = field(default_factory=Lifted)
     handed: tuple[Handed, ...] = ()
     renewed: Renewed = NOTHING_RENEWED
-    at_calls: tuple[AtCall, ...] = ()
+    calls: FoundByCalls = field(default_factory=FoundByCalls)
 
 
 NO_STATE = PythonState(Guards(()))
@@ -368,7 +368,7 @@ class StateWatch:
         )
         recorder.let_go()
         handed = tuple(replace(one, value=None) for one in self._kept.handed)
-        own = self._changes, self._lifted, handed, self._kept.renewed, self._calls.found
+        own = self._changes, self._lifted, handed, self._kept.renewed, self._calls
         return PythonState(guards, *own)
 
 

@@ -13,7 +13,7 @@ So where it would find something else, the value of its moment stands in the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,11 +24,14 @@ import torch
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, Computed, holds, value_of
-from graphsplit.guards.places import Place
+from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     SYMBOLIC,
     Frozen,
     freeze,
+    is_mapping,
+    items_of,
+    keys_of,
     put_back,
     reference_of,
     same,
@@ -62,10 +65,13 @@ class FoundByCalls:
 
     Attributes:
         found: What the calls are to find.
+        are_other_after: Whether the next microbatch has to begin anew: a call finds what was there
+            before, or may change what the code around it sets.
     """
 
     def __init__(self) -> None:
         self.found: tuple[AtCall, ...] = ()
+        self.are_other_after = False
         self._calls: list[tuple[Reached, str, dict[Any, Any]]] = []
 
     def note(
@@ -110,21 +116,27 @@ class FoundByCalls:
             CaptureError: A call finds what cannot be put there again.
         """
         found: list[AtCall] = []
-        for reached, line, seen in self._calls:
-            for identity, one in noted.items():
-                if identity not in seen and not reached.reaches(one.place):
-                    continue
+        writers = [reached for reached, *_ in self._calls if reached.may_write]
+        for identity, one in noted.items():
+            calls = [c for c in self._calls if identity in c[2] or c[0].reaches(one.place)]
+            num_writers = 0 if one.is_read else sum(w is c[0] for w in writers for c in calls)
+            self.are_other_after |= num_writers > 0
+            for reached, line, seen in calls:
                 now, last = seen.get(identity, one.first), one.first
                 if leaves:
                     last = freeze(one.place.read())
-                if _is_one(now, last) or (holds(now, _is_tensor) and holds(last, _is_tensor)):
+                if holds(now, _is_tensor) and holds(last, _is_tensor):
                     continue  # it may ask whether there is one; its value comes as an argument
+                if _is_one(now, last) and num_writers < 2:  # else it may be set between the two
+                    continue
                 is_first = leaves and _is_one(now, one.first)
                 if not is_first:
                     now = _of_step(now, one.place, line, compute, has_made)
                 is_in_last = reference_of(now) is reference_of(last)
                 found.append(AtCall(reached, one.place, now, is_first, is_in_last))
         self.found = tuple(found)
+        self.are_other_after |= any(one.is_first for one in found)
+        self._calls.clear()
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -170,7 +182,7 @@ class _State(Protocol):
     @property
     def changes(self) -> Sequence[Change]: ...
     @property
-    def at_calls(self) -> Sequence[AtCall]: ...
+    def calls(self) -> FoundByCalls: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +204,7 @@ class Left:
 
 
 NOTHING_LEFT = Left()
+_Values = Mapping[Any, tuple[Place, Any]]  # snapshots, each with its place, by the place's identity
 
 
 def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -> Left:
@@ -202,20 +215,31 @@ def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -
         leave: Leaves what the step leaves.
         lifted: The numbers from which others are computed.
     """
-    places = [*(one.place for one in state.changes), *(one.place for one in state.at_calls)]
+    places = [*(one.place for one in state.changes), *(one.place for one in state.calls.found)]
     before = [(place, freeze(place.read())) for place in places]
     leave()
     found: dict[Reached, tuple[tuple[Place, Any], ...]] = {}
-    for one, (_, first) in zip(state.at_calls, before[len(state.changes) :], strict=True):
+    for one, (_, first) in zip(state.calls.found, before[len(state.changes) :], strict=True):
         value = first if one.is_first else value_of(one.value, lifted)
         if isinstance(value, Frozen) and not one.is_first:
             there, value = one.place.read(), freeze(thaw(value))
             if one.is_in_last and type(there) is type(value.container):
                 value = replace(value, container=there)
-        found[one.reached] = (*found.get(one.reached, ()), (one.place, value))
-    left = Left(before, found)
+        found[one.reached] = (*found.get(one.reached, ()), *_entries(one.place, value))
+    changed = [entry for pair in before[: len(state.changes)] for entry in _entries(*pair)]
+    left = Left(changed, found)
     left.let_find()
     return left
+
+
+def _entries(place: Place, value: Any) -> list[tuple[Place, Any]]:
+    """The entries of a mapping that differ from what is left there: a call may change others."""
+    there = place.read()
+    is_there = isinstance(value, Frozen) and value.container is there and is_mapping(there)
+    if not is_there or value.keys != tuple(keys_of(there)):
+        return [(place, value)]
+    entries = zip(value.keys, value.items, items_of(there), strict=True)
+    return [(inside(there, key, place), was) for key, was, now in entries if not same(was, now)]
 
 
 def moments(
@@ -241,16 +265,41 @@ def moments(
     if not any(before[1:]) and not any(left.at_calls for left in lefts):
         return []
     places = {place.identity: place for of_step in before for place, _ in of_step}
-    values = [(place, freeze(place.read())) for place in places.values()]
-    found = [partial(_enter, lefts[-1], values)]
-    for left, after in zip(lefts[-2::-1], before[:0:-1], strict=True):
-        values = [*values, *after]  # what was there before an earlier one is put there last
-        found.append(partial(_enter, left, values))
-    return found[::-1]
+    values = {identity: (place, freeze(place.read())) for identity, place in places.items()}
+    states = [values]
+    for after in before[:0:-1]:  # what was there before an earlier one counts
+        values = {**values, **{place.identity: (place, was) for place, was in after}}
+        states.append(values)
+    states.reverse()
+    before_each = [states[-1], *states[:-1]]
+    own = [frozenset(place.identity for place, _ in of_step) for of_step in before]
+    return [partial(_enter, *each) for each in zip(lefts, states, before_each, own, strict=True)]
 
 
-def _enter(left: Left, values: Iterable[tuple[Place, Any]]) -> None:
-    for place, value in values:
+def _enter(left: Left, values: _Values, before: _Values, own: Set[Any]) -> None:
+    """Bring Python from one state to another; what is one in both calls may have changed.
+
+    Args:
+        left: What the step leaves.
+        values: The state that it leaves.
+        before: That of the step before.
+        own: The places that the step itself sets.
+    """
+    for identity, (place, value) in values.items():
+        if identity in own:
+            _put(place, value)
+            continue
+        was = before[identity][1]
+        is_one = not isinstance(value, Frozen) or value.container is reference_of(was)
+        if is_one and _is_one(value, was):
+            continue
+        if not same(was, place.read()):
+            raise CaptureError(
+                f"code that is kept whole changes {place.label}, which the code around it changes "
+                f"as well, in one of several microbatches\n  {place.source}\n"
+                f"  Fix: let one of the two change it; or keep the code around it whole with "
+                f"gs.opaque."
+            )
         _put(place, value)
     left.let_find()
 
