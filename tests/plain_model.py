@@ -27,17 +27,19 @@ class PlainModel:
     def train_step(self, *batch: Any) -> torch.Tensor:
         assert self.optimizer is not None
         self.network.train()
+        losses = self._backward(batch)
+        self.optimizer.step()
+        return sum(losses[1:], losses[0])
+
+    def _backward(self, batch: Any) -> list[torch.Tensor]:
+        assert self.optimizer is not None
         self.optimizer.zero_grad()
         losses = []
         for part, weight in self._parts(batch):
             loss = self._loss(part) if weight is None else self._loss(part) * weight
             loss.backward()
             losses.append(loss.detach())
-        self.optimizer.step()
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total
+        return losses
 
     def train(self, epochs: int, loader: Any) -> None:
         for _ in range(epochs):

@@ -48,12 +48,7 @@ class _PlainModel(PlainModel):
         assert self.optimizer is not None
         if not self.network.training:
             self.network.train()
-        self.optimizer.zero_grad()
-        losses = []
-        for part, weight in self._parts(batch):
-            loss = self._loss(part) if weight is None else self._loss(part) * weight
-            loss.backward()
-            losses.append(loss.detach())
+        losses = self._backward(batch)
         if to is not None:
             to.on_gradients(None)
         self.optimizer.step()
