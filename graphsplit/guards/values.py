@@ -12,6 +12,7 @@ import array
 import copy
 import ctypes
 import enum
+import operator
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, ValuesView
@@ -75,16 +76,6 @@ class Frozen:
 def reference_of(frozen: Any) -> Any:
     """The value that a snapshot was taken of."""
     return frozen.container if isinstance(frozen, Frozen) else frozen
-
-
-def item_of(frozen: Frozen, key: Any) -> Any:
-    """An item of a mapping or sequence as it was; ``MISSING`` if there was none."""
-    if is_mapping(frozen.container):
-        item = dict(zip(frozen.keys, frozen.items, strict=True)).get(key, MISSING)
-    else:
-        is_there = -len(frozen.items) <= key < len(frozen.items)
-        item = frozen.items[key] if is_there else MISSING
-    return freeze(item)  # a container that holds itself stands there as it is
 
 
 def freeze(value: Any, _inside: tuple[int, ...] = (), apart: Container[int] = frozenset()) -> Any:
@@ -312,6 +303,15 @@ def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
         deque.clear(container)
         deque.extend(container, items)
     elif isinstance(container, set):
+        _fill_set(container, items)
+
+
+def _fill_set(container: set[Any], items: list[Any]) -> None:
+    """Let a set have these items, in their order: the size of its table decides on that, too."""
+    for gone in set.difference(container, items):
+        set.discard(container, gone)
+    set.update(container, items)
+    if not all(map(operator.is_, set.__iter__(container), items)):
         set.clear(container)
         set.update(container, items)
 

@@ -48,7 +48,7 @@ from graphsplit.guards.values import (
     Frozen,
     any_leaf,
     freeze,
-    item_of,
+    is_mapping,
     items_of,
     with_leaves,
 )
@@ -174,7 +174,7 @@ class ValueVisitor:
         for item in () if is_whole else items or ():
             inner = inside(value, item.key, place)
             if inner.identity not in self.noted and outer is not None:
-                self._note_first(inner, item_of(outer, item.key), is_whole=False)
+                self._note_first(inner, _item_of(outer, item.key), is_whole=False)
             self.note_read(inner, (item.then,) if item.then is not None else None)
             self.meet(inner.read(), inner.label)
         return is_whole
@@ -483,3 +483,13 @@ def is_torchs(module: nn.Module, name: str) -> bool:
     if isinstance(module, nn.RNNBase) and name.startswith(FLAT_WEIGHTS):
         return True
     return any(name in (held.get(table) or ()) for table in TABLES)
+
+
+def _item_of(frozen: Frozen, key: Any) -> Any:
+    """An item of a mapping or sequence as it was; ``MISSING`` if there was none."""
+    if is_mapping(frozen.container):
+        item = dict(zip(frozen.keys, frozen.items, strict=True)).get(key, MISSING)
+    else:
+        is_there = -len(frozen.items) <= key < len(frozen.items)
+        item = frozen.items[key] if is_there else MISSING
+    return freeze(item)  # a container that holds itself stands there as it is

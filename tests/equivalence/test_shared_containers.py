@@ -202,6 +202,22 @@ def _nothing(step: int, net: Any) -> None:
     pass
 
 
+def _turns_a_third_on_and_off(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.x.symmetric_difference_update((3,))
+    for number in net.x:
+        h = torch.tanh(h * (1 + number))
+    return h
+
+
+def _set_that_was_large() -> tuple[set[int], list[float]]:
+    """Its table is still as large, so that 2 comes before 65."""
+    large = set(range(100))
+    for number in range(100):
+        if number not in (2, 65):
+            large.discard(number)
+    return large, []
+
+
 CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
     "asked": (_asks_whether_one, _joins, lambda: ([1.0], [1.0])),
     "joined by the script": (_changes_one, _joins, lambda: ([1.0], [1.0])),
@@ -222,12 +238,13 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
         *(_makes_an_object, _lets_go_of_it),
         lambda: (None, [1.0]),
     ),
+    "a set that was large": (_turns_a_third_on_and_off, _nothing, _set_that_was_large),
     "in itself": (_in_itself, _writes_in_itself, _holding_themselves),
 }
 
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
-@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 9, strict=False)))
+@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 10, strict=False)))
 def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
     _follows(*CASES[case], microbatches)
 

@@ -422,6 +422,7 @@ def python_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     decimal.setcontext(before.copy())
     monkeypatch.setattr(builtins, "ascii", ascii)
     monkeypatch.setattr(math, "fsum", math.fsum)
+    monkeypatch.setattr(math, "of_a_test", 1.0, raising=False)
     monkeypatch.setitem(sys.modules, "settings_of_a_test", settings)
     yield
     decimal.setcontext(before)
@@ -668,6 +669,7 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "cache without a bound": lambda: _cached(maxsize=None),
     "function of Python's own": lambda: _in_place_of(builtins, "ascii", lambda: float(ascii(1.0))),
     "function of a library": lambda: _in_place_of(math, "fsum", lambda: math.fsum((1.0,))),
+    "number in a library": lambda: _attribute(math, lambda: math.of_a_test, "of_a_test"),  # type: ignore[attr-defined]
     "import of another module": _imported_anew,
     "globals().get()": _global_that_appears,
 }
