@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +129,8 @@ def _finds_steering(root: nn.Module, export: Export) -> bool:
     """Whether code asks for the values of buffers of one element; they steer it from now on."""
     while export.watch.follow_all():
         with suppress(GraphsplitError, _ChangesTensorsError, _CannotBeTakenApartError):
-            _record(root, export, ())  # what fails asks for other values besides
+            # What fails asks for other values besides.
+            copy_context().run(_record, root, export, ())
     return export.watch.let_steer()
 
 
@@ -150,7 +152,8 @@ def _record_whole(
     refused: CaptureError | None = None
     while True:
         try:
-            return replace(_record(root, export, whole), buffers=tuple(buffers))
+            recorded = copy_context().run(_record, root, export, whole)
+            return replace(recorded, buffers=tuple(buffers))
         except _ChangesTensorsError as found:
             make_buffers(dict(root.named_children()), found.keys)
             buffers += found.keys

@@ -22,7 +22,7 @@ from torch import nn
 
 from graphsplit.errors import CaptureError
 from graphsplit.guards.classes import attributes_of, is_plain_class, put_attributes
-from graphsplit.guards.places import Place, inside
+from graphsplit.guards.places import Place, PlaceKind, inside
 from graphsplit.guards.values import (
     MISSING,
     MUTABLE,
@@ -347,8 +347,12 @@ def _is_another(one: Noted, first: Any, now: Any, noted: Mapping[Any, Noted]) ->
 
 
 def put_all_back(noted: Iterable[Noted]) -> None:
-    """Let all places hold what they held first: first the containers that others are items of."""
-    places = list(reversed(list(noted)))
+    """Let all places hold what they held first: first the containers that others are items of.
+
+    Context variables stay: what is captured has a context of its own, which ends with it.
+    """
+    places = [one for one in noted if one.place.kind is not PlaceKind.CONTEXT]
+    places.reverse()
     for one in places:
         put_back(one.first)
     for one in places:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable
+from contextvars import ContextVar, Token, copy_context
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, SimpleNamespace
 from typing import Any
 
+from graphsplit.errors import CaptureError
 from graphsplit.guards.values import MISSING, holder_of, without_identities
 from graphsplit.torch_ext.attributes import PARAMETERS, form_in, put_form
 from graphsplit.torch_ext.steering import number_in, put_number
@@ -94,7 +96,7 @@ class Place:
         if value is MISSING:
             self._delete()
         elif self.kind is PlaceKind.CONTEXT:
-            self.holder.set(value)
+            _set_variable(self.holder, value)
         elif self.kind is PlaceKind.MARK:
             self.holder[PARAMETERS][self.key].requires_grad_(value)
         elif self.kind is PlaceKind.BUFFER:
@@ -113,6 +115,9 @@ class Place:
             object.__setattr__(self.holder, self.key, value)
 
     def _delete(self) -> None:
+        if self.kind is PlaceKind.CONTEXT:
+            _unset_variable(self.holder)
+            return
         with contextlib.suppress(AttributeError, LookupError, ValueError):
             if self.kind is PlaceKind.ENTRY:
                 del self.holder[self.key]
@@ -122,6 +127,30 @@ class Place:
                 type.__delattr__(self.holder, self.key)
             else:
                 object.__delattr__(self.holder, self.key)
+
+
+# Python unsets a context variable only by what it gave when the variable was set: by number, with
+# the variable, so that no other gets its number.
+_set_here: dict[int, tuple[ContextVar[Any], Token[Any]]] = {}
+
+
+def _set_variable(variable: ContextVar[Any], value: Any) -> None:
+    token = variable.set(value)
+    if token.old_value is Token.MISSING:
+        _set_here[id(variable)] = variable, token
+
+
+def _unset_variable(variable: ContextVar[Any]) -> None:
+    if variable not in copy_context():
+        return
+    try:
+        variable.reset(_set_here.pop(id(variable))[1])
+    except (KeyError, RuntimeError, ValueError):  # the user's code, or another context, has set it
+        raise CaptureError(
+            f"network or loss gives the context variable {variable.name!r} its first value; Python "
+            f"cannot take that back, as capturing has to\n"
+            f"  Fix: {variable.name}.set(...) before the first step."
+        ) from None
 
 
 def entry(holder: Any, key: Any, label: str, source: str = "", module: str | None = None) -> Place:

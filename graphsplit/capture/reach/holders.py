@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphsplit.errors import CaptureError
+from graphsplit.guards.places import Place
+
 # The generators of the whole process: what everybody draws from who has none of their own.
 PYTHONS: Any = random._inst
 NUMPYS: Any = np.random.mtrand._rand
 OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 ALL_OF_THE_PROCESS = OF_THE_PROCESS | {id(torch.default_generator)}
+MAX_COPIED = 1 << 24  # octets of an array
 GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 
 
@@ -139,6 +143,18 @@ class ByValue:
     kept: Any = field(compare=False)
 
 
+def at_place(place: Place) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Functions that read and write a place, for a holder."""
+
+    def read() -> tuple[Any, None]:
+        return (place.read(), None)
+
+    def write(held: tuple[Any, None]) -> None:
+        place.write(held[0])
+
+    return read, write
+
+
 def _weakly(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
@@ -179,3 +195,23 @@ def unchanged(
     for holder, line in watched:
         if holder.has_changed():
             raise refusal(holder, line)
+
+
+def refuse_large(name: str) -> None:
+    """Refuse to put a large array back."""
+    raise CaptureError(
+        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and "
+        f"keeps no copies of arrays above {MAX_COPIED >> 20} MiB\n"
+        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
+    )
+
+
+def refuse_used(name: str) -> None:
+    """Refuse to put an iterator back to where it stood."""
+    raise CaptureError(
+        f"what is kept whole takes items from an iterator, {name}; making a plan has to run it, "
+        f"and cannot give them back\n"
+        f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
+    )

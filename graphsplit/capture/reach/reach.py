@@ -16,6 +16,7 @@ import pickle
 import random
 import re
 import sys
+import threading
 import types
 import zlib
 from collections.abc import Callable, Iterable
@@ -25,9 +26,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
+from graphsplit.capture.reach.holders import (
+    MAX_COPIED,
+    NUMPYS,
+    PYTHONS,
+    ByValue,
+    Holder,
+    at_place,
+    refuse_large,
+    refuse_used,
+)
 from graphsplit.capture.reach.names import CodeNames, names_in
-from graphsplit.errors import CaptureError
+from graphsplit.guards.hidden import hidden_places
+from graphsplit.guards.places import PlaceKind
 from graphsplit.guards.values import BY_VALUE, keys_of, values_of
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
@@ -51,7 +62,6 @@ _BACKWARD = ("backward", "vjp")
 NOTHING: Any = object()  # in an empty cell, or a global that was deleted
 _ALL = slice(None)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-_MAX_COPIED = 1 << 24
 _ITERATORS: tuple[type, ...] = (
     *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
     type(iter(range(0))),
@@ -62,6 +72,8 @@ _ITERATORS: tuple[type, ...] = (
     filter,
     types.GeneratorType,
 )
+# What another thread changes meanwhile is not put back: it would wait for ever.
+_OF_THREADS = frozenset(("threading", "concurrent", "asyncio", "multiprocessing", "subprocess"))
 _HOOKING = frozenset(
     ("register_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
 )
@@ -273,7 +285,7 @@ class Walk:
             bits = value.bit_generator
             self._hold_value(value, name, lambda: bits.state, lambda s: setattr(bits, "state", s))
         elif is_iterator(value):
-            self._hold(value, name, lambda: _position_of(value), lambda s: _refuse_used(name))
+            self._hold(value, name, lambda: _position_of(value), lambda s: refuse_used(name))
         else:
             return False
         return True
@@ -306,11 +318,11 @@ class Walk:
             for item in value.flat:
                 self._push(item, name)
             self._hold(value, name, lambda: list(value.flat), lambda s: _set_items(value, s))
-        elif value.nbytes <= _MAX_COPIED:
+        elif value.nbytes <= MAX_COPIED:
             self._hold_value(value, name, value.copy, lambda s: np.copyto(value, s))
         else:
             self._hold(
-                value, name, lambda: zlib.crc32(value.tobytes()), lambda _: _refuse_large(name)
+                value, name, lambda: zlib.crc32(value.tobytes()), lambda _: refuse_large(name)
             )
 
     def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
@@ -329,7 +341,24 @@ class Walk:
             self._visit_nn_module(value, name)
         elif not is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
             self._visit_attributes(value, name)
+        else:
+            self._visit_hidden(value, name)
         self._push(kind, kind.__qualname__)
+
+    def _visit_hidden(self, value: Any, name: str) -> None:
+        """Visit what the user keeps in an object of Python's own: a queue, a context variable."""
+        if str(type(value).__module__).partition(".")[0] in _OF_THREADS and not isinstance(
+            value, threading.local
+        ):
+            return
+        for place in hidden_places(value, name):
+            if place.kind is PlaceKind.ITSELF:
+                self._push(place.holder, name)
+                continue
+            is_variable = place.kind is PlaceKind.CONTEXT
+            thing = value if is_variable else ("global", id(place.holder), place.key)
+            self._hold(thing, place.label, *at_place(place))
+            self._push(place.read(), place.label)
 
     def _visit_nn_module(self, module: nn.Module, name: str) -> None:
         label = type(module).__name__
@@ -455,24 +484,6 @@ def _position_of(iterator: Any) -> Any:
         return repr(iterator.__reduce__())
     except (TypeError, AttributeError):
         return None
-
-
-def _refuse_large(name: str) -> None:
-    raise CaptureError(
-        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and "
-        f"keeps no copies of arrays above {_MAX_COPIED >> 20} MiB\n"
-        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it "
-        f"is then not run when a plan is made."
-    )
-
-
-def _refuse_used(name: str) -> None:
-    raise CaptureError(
-        f"what is kept whole takes items from an iterator, {name}; making a plan has to run it, "
-        f"and cannot give them back\n"
-        f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
-        f"is then not run when a plan is made."
-    )
 
 
 def _builtins(held: dict[str, Any]) -> Any:

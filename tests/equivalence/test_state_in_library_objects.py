@@ -1,0 +1,162 @@
+"""What code kept whole keeps in objects of Python's own: as often changed as in eager mode."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import threading
+import weakref
+from collections import ChainMap, UserDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from alone_helpers import assert_as_alone
+from equivalence_helpers import batches_of, rows_against_target
+from plain_model import PlainModel
+from recovery_helpers import threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import GraphsplitError
+
+assert threads_as_workers
+
+
+class Kept:
+    """A number in some object of a library."""
+
+    def __init__(self, held: Any, get: Callable[[Any], int], put: Callable[[Any, int], object]):
+        self.held, self.get, self.put = held, get, put
+
+
+class Key:
+    """Something to which a weak reference may lead."""
+
+
+KEY = Key()
+
+
+def _queue() -> Any:
+    made: queue.Queue[int] = queue.Queue()
+    made.put(1)
+    return made
+
+
+def _taken(held: Any) -> int:
+    number: int = held.get()
+    held.put(number)
+    return number
+
+
+def _entry(held: Any) -> int:
+    found: int = held.get("n", 1)
+    return found
+
+
+def _put_entry(held: Any, n: int) -> None:
+    held["n"] = n
+
+
+def _put_attribute(held: Any, n: int) -> None:
+    held.n = n
+
+
+def _put_weak(held: Any, n: int) -> None:
+    held[KEY] = n
+
+
+KINDS: dict[str, Callable[[], Kept]] = {
+    "namespace": lambda: Kept(argparse.Namespace(n=1), lambda held: held.n, _put_attribute),
+    "local": lambda: Kept(threading.local(), lambda held: getattr(held, "n", 1), _put_attribute),
+    "dictionary": lambda: Kept(UserDict(n=1), _entry, _put_entry),
+    "chain": lambda: Kept(ChainMap({}, {"n": 1}), _entry, _put_entry),
+    "queue": lambda: Kept(_queue(), _taken, lambda held, n: (held.get(), held.put(n))),
+    "weak": lambda: Kept(weakref.WeakKeyDictionary(), lambda held: held.get(KEY, 1), _put_weak),
+    "variable": lambda: Kept(ContextVar("n", default=1), ContextVar.get, ContextVar.set),
+}
+
+
+class Whole(nn.Module):
+    """Kept whole, for it asks for a value."""
+
+    def __init__(self, kept: Kept, *, counts: bool) -> None:
+        super().__init__()
+        self.inner, self.kept, self.counts = nn.Linear(8, 8), kept, counts
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        kept = self.kept
+        if self.counts:
+            kept.put(kept.held, kept.get(kept.held) + 1)
+        values = self.inner(values)
+        return values / kept.get(kept.held) if values.sum() < 1e9 else values
+
+
+class Around(nn.Module):
+    """Calls it; sets the number for that time alone, if the call does not count."""
+
+    def __init__(self, kept: Kept, *, counts: bool) -> None:
+        super().__init__()
+        self.first, self.kept, self.counts = nn.Linear(8, 8), kept, counts
+        self.whole = Whole(kept, counts=counts)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values, kept = self.first(values), self.kept
+        if not self.counts:
+            kept.put(kept.held, 3)
+        values = self.whole(values)
+        if not self.counts:
+            kept.put(kept.held, 1)
+        return values
+
+
+def _losses(
+    make: Callable[..., Any], kept: Kept, microbatches: int, *, counts: bool
+) -> list[float]:
+    torch.manual_seed(0)
+    net = Around(kept, counts=counts)
+    net.first.place("MS_WORKER", 0)
+    net.whole.place("MS_WORKER", 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = make(net, rows_against_target, optimizer, microbatches=microbatches)
+    return [float(model.train_step(*batch)) for batch in batches_of(8, 8, num=3)]
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"variable"}))
+def test_a_call_counts_as_often_as_in_eager_mode(kind: str, microbatches: int) -> None:
+    def losses(make: Callable[..., Any]) -> list[float]:
+        return _losses(make, KINDS[kind](), microbatches, counts=True)
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"queue"}))  # to read it changes it
+def test_a_call_finds_what_stood_there(kind: str, microbatches: int) -> None:
+    def losses(make: Callable[..., Any]) -> list[float]:
+        return _losses(make, KINDS[kind](), microbatches, counts=False)
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_a_context_variable_that_has_a_value_counts() -> None:
+    def losses(make: Callable[..., Any]) -> list[float]:
+        kept = KINDS["variable"]()
+        kept.held.set(1)
+        return _losses(make, kept, 1, counts=True)
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_a_context_variable_without_a_value_is_refused_where_a_call_sets_it() -> None:
+    with pytest.raises(GraphsplitError, match=r"(?s)context variable 'n' its first value.*Fix: n"):
+        assert_as_alone(lambda: [], lambda: _losses(gs.Model, KINDS["variable"](), 1, counts=True))
