@@ -47,6 +47,7 @@ class Place:
         source: Where it was first read: ``file:line``.
         module: The path of the module whose attribute it is, below what is captured, or None: such
             a place is found again in another copy of the network.
+        is_inside: Whether another place holds it: an item of a container that stands there.
     """
 
     kind: PlaceKind
@@ -55,6 +56,7 @@ class Place:
     label: str
     source: str = ""
     module: str | None = None
+    is_inside: bool = False
 
     @property
     def identity(self) -> tuple[int, PlaceKind, Any]:
@@ -168,7 +170,8 @@ def inside(container: Any, key: Any, place: Place) -> Place:
     """
     shown = without_identities(repr(key))
     step = f".{key}" if isinstance(container, SimpleNamespace) else f"[{shown}]"
-    return entry(holder_of(container), key, place.label + step, place.source)
+    holder, label = holder_of(container), place.label + step
+    return Place(PlaceKind.ENTRY, holder, key, label, place.source, is_inside=True)
 
 
 def itself(container: Any, label: str) -> Place:

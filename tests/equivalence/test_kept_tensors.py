@@ -128,6 +128,21 @@ class TwoNames:
         return loss + self.one.sum() * 2 + self.other.sum()
 
 
+class ListsAnew:
+    """Reads from a list that it makes itself, and leaves another: no tensor there is the user's."""
+
+    def __init__(self) -> None:
+        self.table = {"past": [torch.ones(4)]}
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        self.table["past"] = [*self.table["past"], outputs.detach().mean(0)][-2:]
+        outputs = outputs + 0.1 * self.table["past"][-1]
+        self.table["past"] = [one * 0.5 for one in self.table["past"]]
+        if not self.table["past"]:
+            outputs = outputs + self.table["past"][-1]
+        return rows_against_target(outputs, target)
+
+
 LOSSES: dict[str, Callable[[], Any]] = {
     "assigned": Average,
     "from nothing": FromNothing,
@@ -135,6 +150,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
     "in place, by numbers alone": ByNumbersAlone,
     "in place, then assigned": InPlaceThenAssigned,
     "list and dictionary": Latest,
+    "lists made anew": ListsAnew,
     "two names": TwoNames,
 }
 

@@ -259,7 +259,8 @@ class KeptTensors:
         self.handed += self._in_objects(noted.values(), hands_out=hands_out)
         known = kept_places.setdefault(self._network, {}) if places else {}
         for identity, one in places.items():
-            known[identity] = one.place
+            if not one.place.is_inside:
+                known[identity] = one.place
             value = freeze(one.place.read())
             put_leaves(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
         if not hands_out:
@@ -306,6 +307,7 @@ class KeptTensors:
             one.place
             for identity, one in noted.items()
             if identity not in self._places
+            and not one.place.is_inside
             and any_leaf(latest(one.first), lambda leaf: id(leaf) in self._held)
             and not any_leaf(freeze(one.place.read()), lambda leaf: id(leaf) in self._real)
         ]
@@ -396,7 +398,8 @@ class KeptTensors:
             if name is None or name in found:
                 continue
             is_kept = isinstance(item.old, KeptValue) or id(item.old) in self._held
-            is_users = isinstance(item.old, torch.Tensor) and not is_kept
+            is_made = isinstance(item.old, FakeTensor)  # by this code, in a container of its own
+            is_users = isinstance(item.old, torch.Tensor) and not is_kept and not is_made
             old = item.old if is_users and shown_form(item.old) == shown_form(item.value) else None
             if old is not None or buffers_of(self._network).get(name) is None:
                 found[name] = _Wanted(item.value, item.place, item.label, old)
@@ -429,7 +432,8 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         add_form(form.module, form.name, tensor)
         _own[id(tensor)] = tensor
     for name, one in found.wanted.items():
-        places[one.place.identity] = one.place
+        if not one.place.is_inside:
+            places[one.place.identity] = one.place
         while one.is_itself and buffers_of(network).get(name, one.old) is not one.old:
             name = f"{name} 2"
         buffer = buffers_of(network).get(name)
