@@ -281,7 +281,8 @@ class ReadRecorder(ValueVisitor):
         self.note_names(new)
 
     def _note_imports(self, facts: CodeFacts, held: dict[str, Any]) -> None:
-        for name in facts.imports:
+        own = held.get("__name__", "") if "modules" in facts.attributes else ""
+        for name in (own, *facts.imports):  # own: sys.modules[__name__]
             whole = name
             if name.startswith("."):
                 package = held.get("__package__") or ""

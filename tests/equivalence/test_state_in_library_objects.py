@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import queue
+import sys
 import threading
 import weakref
 from collections import ChainMap, UserDict
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -68,6 +72,21 @@ def _put_weak(held: Any, n: int) -> None:
     held[KEY] = n
 
 
+def _put_value(held: Any, n: int) -> None:
+    held.value = n
+
+
+def _class() -> type:
+    class Counting(type):
+        n = 1
+
+    return Counting("Counted", (), {})
+
+
+def _put_in_metaclass(held: Any, n: int) -> None:
+    type(held).n = n
+
+
 KINDS: dict[str, Callable[[], Kept]] = {
     "namespace": lambda: Kept(argparse.Namespace(n=1), lambda held: held.n, _put_attribute),
     "local": lambda: Kept(threading.local(), lambda held: getattr(held, "n", 1), _put_attribute),
@@ -75,6 +94,9 @@ KINDS: dict[str, Callable[[], Kept]] = {
     "chain": lambda: Kept(ChainMap({}, {"n": 1}), _entry, _put_entry),
     "queue": lambda: Kept(_queue(), _taken, lambda held, n: (held.get(), held.put(n))),
     "weak": lambda: Kept(weakref.WeakKeyDictionary(), lambda held: held.get(KEY, 1), _put_weak),
+    "number in C": lambda: Kept(ctypes.c_int(1), lambda held: held.value, _put_value),
+    "function": lambda: Kept(partial(int), lambda held: getattr(held, "n", 1), _put_attribute),
+    "metaclass": lambda: Kept(_class(), lambda held: type(held).n, _put_in_metaclass),
     "variable": lambda: Kept(ContextVar("n", default=1), ContextVar.get, ContextVar.set),
 }
 
@@ -138,7 +160,7 @@ def test_a_call_counts_as_often_as_in_eager_mode(kind: str, microbatches: int) -
 @pytest.mark.usefixtures("threads_as_workers")
 @pytest.mark.filterwarnings("ignore:network or loss reads")
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"queue"}))  # to read it changes it
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"queue", "metaclass"}))
 def test_a_call_finds_what_stood_there(kind: str, microbatches: int) -> None:
     def losses(make: Callable[..., Any]) -> list[float]:
         return _losses(make, KINDS[kind](), microbatches, counts=False)
@@ -160,3 +182,127 @@ def test_a_context_variable_that_has_a_value_counts() -> None:
 def test_a_context_variable_without_a_value_is_refused_where_a_call_sets_it() -> None:
     with pytest.raises(GraphsplitError, match=r"(?s)context variable 'n' its first value.*Fix: n"):
         assert_as_alone(lambda: [], lambda: _losses(gs.Model, KINDS["variable"](), 1, counts=True))
+
+
+COUNTS = 0
+
+
+def _in_sys_modules() -> int:
+    module: Any = sys.modules[__name__]
+    module.COUNTS += 1
+    count: int = module.COUNTS
+    return count
+
+
+def _in_an_imported_module() -> int:
+    import state_of_a_module
+
+    state_of_a_module.n += 1
+    return state_of_a_module.n
+
+
+def _in_globals() -> int:
+    globals()["COUNTS"] += 1
+    count: int = globals()["COUNTS"]
+    return count
+
+
+class Counts(nn.Module):
+    """Counts somewhere; asks for a value or not."""
+
+    def __init__(self, count: Callable[[], int], *, asks: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.count, self.asks = gs.opaque(_Counting(count)) if asks else _Counting(count), asks
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.count(self.first(values)))
+        return made
+
+
+class _Counting(nn.Module):
+    def __init__(self, count: Callable[[], int]) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values / self.count()
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("count", [_in_sys_modules, _in_an_imported_module, _in_globals])
+def test_modules_that_code_takes_itself_are_followed(
+    count: Callable[[], int], asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("state_of_a_module")
+    vars(module)["n"] = 0
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules[__name__], "COUNTS", 0)
+
+    def losses(make: Callable[..., Any]) -> list[float]:
+        torch.manual_seed(0)
+        vars(module)["n"] = globals()["COUNTS"] = 0
+        net = Counts(count, asks=asks)
+        model = make(net, rows_against_target, torch.optim.SGD(net.parameters(), lr=0.01))
+        return [float(model.train_step(*batch)) for batch in batches_of(8, 8, num=3)]
+
+    # One worker alone: those that are threads share their modules.
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model), workers=1)
+
+
+class Inner(nn.Module):
+    """Fits weights of its own as it runs, with an optimizer and a schedule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fast = nn.Linear(8, 8), [torch.zeros(8, 8, requires_grad=True)]
+        self.optimizer = torch.optim.SGD(self.fast, lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        with torch.enable_grad():
+            (values.detach() @ self.fast[0] - values.detach()).square().mean().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        made: torch.Tensor = self.inner(values) + values @ self.fast[0].detach()
+        return made
+
+
+class ReadsRate(nn.Module):
+    """Reads the learning rate with which it is trained; asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.seen: list[float] = []
+        self.optimizer: Any = None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.seen.append(rate)
+        values = self.inner(values)
+        return values * (1 + rate) if values.sum() < 1e9 else values
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("kind", [Inner, ReadsRate])
+def test_optimizers_of_its_own_and_that_of_the_model(kind: Callable[[], Any]) -> None:
+    def losses(make: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), gs.opaque(kind()))
+        net[0].place("MS_WORKER", 0)
+        net[1].place("MS_WORKER", 1)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        if kind is ReadsRate:
+            vars(net[1])["optimizer"] = optimizer
+        model = make(net, rows_against_target, optimizer)
+        found: list[Any] = []
+        for values, target in batches_of(8, 8, num=4):
+            found += [float(model.train_step(values, target)), model.predict(values)]
+            optimizer.param_groups[0]["lr"] *= 0.5
+        return found
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))

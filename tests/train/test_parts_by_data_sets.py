@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import weakref
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import changing_data
@@ -178,9 +178,15 @@ def test_what_only_readers_come_to_is_refused_by_name(where: str) -> None:
         model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
         # A process that is forked only then knows that there is a plan.
         model.train_step(torch.ones(4, 3), torch.ones(4, 2))
-        if where == "hidden":  # the data set leads to the network by a weak reference alone
-            found = weakref.ref(net)
-            data = Changing(None, lambda _, num_read: prunes(found(), num_read))  # type: ignore[arg-type]
+        if where == "hidden":  # the data set leads to the network by an object of C alone
+            found: SimpleQueue[Net] = SimpleQueue()
+
+            def prunes_what_is_found(_: Net, num_read: int) -> None:
+                found.put(net := found.get())
+                prunes(net, num_read)
+
+            found.put(net)
+            data = Changing(None, prunes_what_is_found)  # type: ignore[arg-type]
         else:
             data = Changing(net, prunes)
         model.train(1, DataLoader(data, 4, num_workers=int(where == "process")))

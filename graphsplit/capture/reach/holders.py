@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphsplit.errors import CaptureError
 from graphsplit.guards.places import Place
 
 # The generators of the whole process: what everybody draws from who has none of their own.
@@ -20,7 +19,6 @@ PYTHONS: Any = random._inst
 NUMPYS: Any = np.random.mtrand._rand
 OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 ALL_OF_THE_PROCESS = OF_THE_PROCESS | {id(torch.default_generator)}
-MAX_COPIED = 1 << 24  # octets of an array
 GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 
 
@@ -195,23 +193,3 @@ def unchanged(
     for holder, line in watched:
         if holder.has_changed():
             raise refusal(holder, line)
-
-
-def refuse_large(name: str) -> None:
-    """Refuse to put a large array back."""
-    raise CaptureError(
-        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and "
-        f"keeps no copies of arrays above {MAX_COPIED >> 20} MiB\n"
-        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it "
-        f"is then not run when a plan is made."
-    )
-
-
-def refuse_used(name: str) -> None:
-    """Refuse to put an iterator back to where it stood."""
-    raise CaptureError(
-        f"what is kept whole takes items from an iterator, {name}; making a plan has to run it, "
-        f"and cannot give them back\n"
-        f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
-        f"is then not run when a plan is made."
-    )

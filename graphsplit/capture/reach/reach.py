@@ -8,16 +8,18 @@ files, in other processes or in extensions written in C.
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import copy
+import ctypes
 import functools
 import operator
-import pickle
 import random
 import re
 import sys
 import threading
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,20 +28,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphsplit.capture.reach.holders import (
+from graphsplit.capture.reach.contents import (
     MAX_COPIED,
+    NOTHING,
+    content_of,
+    held_in,
+    octets_in,
+    position_of,
+    refill,
+    refuse_large,
+    refuse_used,
+    set_items,
+    set_slots,
+    set_state,
+)
+from graphsplit.capture.reach.holders import (
     NUMPYS,
     PYTHONS,
     ByValue,
     Holder,
     at_place,
-    refuse_large,
-    refuse_used,
 )
-from graphsplit.capture.reach.names import CodeNames, names_in
+from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
+from graphsplit.guards.classes import OF_TORCH
 from graphsplit.guards.hidden import hidden_places
 from graphsplit.guards.places import PlaceKind
-from graphsplit.guards.values import BY_VALUE, keys_of, values_of
+from graphsplit.guards.values import BY_VALUE
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -57,9 +71,11 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "graphsplit"
 _ATOMS = (type(None), *BY_VALUE)
 # Of libraries' classes: what users keep values in, and what counts its draws.
 _OF_LIBRARIES = (types.SimpleNamespace, torch.quasirandom.SobolEngine)
+_HUNG_THERE = (int, float, complex, str)
+_BUILTINS = frozenset(vars(builtins))
+_IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BACKWARD = ("backward", "vjp")
-NOTHING: Any = object()  # in an empty cell, or a global that was deleted
 _ALL = slice(None)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _ITERATORS: tuple[type, ...] = (
@@ -135,7 +151,7 @@ class Walk:
     ) -> None:
         def look() -> ByValue:
             found = read()
-            return ByValue(_content(found), found)
+            return ByValue(octets_in(found), found)
 
         self._hold(thing, name, look, lambda noted: write(noted.kept))
 
@@ -154,11 +170,16 @@ class Walk:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._push(part, name)
+            self._visit_attributes(value, name)
+            self._visit_attributes(value, name)
         elif isinstance(value, (staticmethod, classmethod)):
             self._push(value.__func__, name)
         elif isinstance(value, property):
             for function in (value.fget, value.fset):
                 self._push(function, name)
+        elif isinstance(value, weakref.ReferenceType):
+            if isinstance(inner := value(), nn.Module):  # all else the script may let go of
+                self._push(inner, name)
         elif isinstance(value, types.CellType):
             self._visit_cell(value, name)
         elif isinstance(value, type):
@@ -177,7 +198,7 @@ class Walk:
             records = function.__module__.startswith("graphsplit.guards.")
             cells: Iterable[Any] = function.__closure__ or ()
             for cell in cells:
-                if not records or isinstance(_content_of(cell), types.FunctionType):
+                if not records or isinstance(content_of(cell), types.FunctionType):
                     self._push(cell, function.__qualname__)
             return
         for value in function.__defaults__ or ():
@@ -188,20 +209,27 @@ class Walk:
         names = names_in(code)
         for cell, cell_name in zip(function.__closure__ or (), code.co_freevars, strict=False):
             self._push(cell, cell_name)
-            if isinstance(module := _content_of(cell), types.ModuleType):
+            if isinstance(module := content_of(cell), types.ModuleType):
                 self._visit_module(module, names)
         # An empty dictionary may get entries.
         self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
         if not _HOOKING.isdisjoint(names.every):  # what it registers runs in backward
             self._in_backward.append(function)
-        self._visit_names(function.__globals__, names.globals, names)
+        held = function.__globals__
+        self._visit_names(held, names.globals, names)
+        if "globals" in names.every:
+            self._visit_names(held, (names.every | names.texts) & held.keys(), names)
+        for module in modules_in(names, held):
+            self._visit_module(module, names)
 
     def _visit_names(self, held: dict[str, Any], names: frozenset[str], inner: CodeNames) -> None:
         # In an order that all workers share.
-        own = sorted(n for n in names if n in held or not hasattr(_builtins(held), n))
+        own = sorted(n for n in names if n in held or n not in _BUILTINS)
         for name in own:
             self._hold_global(held, name)
         for name in own:
+            if name not in held and name in vars(builtins):  # the script has put it there
+                self._visit_names(vars(builtins), frozenset((name,)), inner)
             value = held.get(name)
             if isinstance(value, types.ModuleType):
                 self._visit_module(value, inner)
@@ -227,14 +255,19 @@ class Walk:
             self._push(PYTHONS, "Python's module random")
         elif module is np.random or (module is np and "random" in names.every):
             self._push(NUMPYS, "numpy.random")
-        if not is_of_library(module.__name__) and id(module) not in self.seen:
+        held, of_library = vars(module), is_of_library(module.__name__)
+        if of_library:  # numbers of the script's, which it has put there
+            asked = names.every & held.keys()
+            numbers = frozenset(n for n in asked if type(held[n]) in _HUNG_THERE)
+            self._visit_names(held, numbers, names)
+        elif id(module) not in self.seen:
             self.seen[id(module)] = module
-            asked = names.every & (vars(module).keys() | names.stored)
-            self._visit_names(vars(module), asked, names)
+            asked = (names.every | names.texts) & held.keys()
+            self._visit_names(held, asked | names.stored & names.every, names)
 
     def _visit_cell(self, cell: types.CellType, name: str) -> None:
         def read() -> Any:
-            return (_content_of(cell), None)
+            return (content_of(cell), None)
 
         def write(noted: tuple[Any, None]) -> None:
             if noted[0] is NOTHING:
@@ -243,7 +276,7 @@ class Walk:
                 cell.cell_contents = noted[0]
 
         self._hold(cell, name, read, write)
-        if (content := _content_of(cell)) is not NOTHING:
+        if (content := content_of(cell)) is not NOTHING:
             self._push(content, name)
 
     def _visit_class(self, kind: type) -> None:
@@ -261,6 +294,7 @@ class Walk:
                     setattr(kind, name, value)
 
         self._hold(kind, f"class {kind.__qualname__}", read, write)
+        self._push(type(kind), f"the class of {kind.__qualname__}")
         backward = _BACKWARD if issubclass(kind, torch.autograd.Function) else ()
         self._in_backward += [vars(kind)[name] for name in backward if name in vars(kind)]
         for name, value in list(vars(kind).items()):
@@ -276,7 +310,7 @@ class Walk:
             name = "Python's module random" if value is PYTHONS else name
             self._hold_value(value, name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
-            self._hold_value(value, name, value.get_state, lambda s: _set_state(value, s))
+            self._hold_value(value, name, value.get_state, lambda s: set_state(value, s))
         elif isinstance(value, np.random.RandomState):
             name = "numpy.random" if value is NUMPYS else name
             read = functools.partial(value.get_state, legacy=False)
@@ -285,7 +319,7 @@ class Walk:
             bits = value.bit_generator
             self._hold_value(value, name, lambda: bits.state, lambda s: setattr(bits, "state", s))
         elif is_iterator(value):
-            self._hold(value, name, lambda: _position_of(value), lambda s: refuse_used(name))
+            self._hold(value, name, lambda: position_of(value), lambda s: refuse_used(name))
         else:
             return False
         return True
@@ -295,14 +329,18 @@ class Walk:
             self._visit_dict(value, name)
         elif isinstance(value, list):
             self._hold(value, name, lambda: list(value), lambda s: operator.setitem(value, _ALL, s))
+        elif isinstance(value, _IN_C):
+            where, size = ctypes.addressof(value), ctypes.sizeof(value)
+            read = functools.partial(ctypes.string_at, where, size)
+            self._hold_value(value, name, read, lambda s: _copy(where, s))
         elif isinstance(value, (bytearray, array.array)):
             self._hold_value(
                 value, name, lambda: value[:], lambda s: operator.setitem(value, _ALL, s)
             )
         elif isinstance(value, collections.deque):
-            self._hold(value, name, lambda: list(value), lambda s: _refill(value, s))
+            self._hold(value, name, lambda: list(value), lambda s: refill(value, s))
         elif isinstance(value, set):
-            self._hold(value, name, lambda: frozenset(value), lambda s: _refill(value, s))
+            self._hold(value, name, lambda: frozenset(value), lambda s: refill(value, s))
         elif isinstance(value, np.ndarray):
             self._visit_array(value, name)
         elif not isinstance(value, (tuple, frozenset)):
@@ -317,7 +355,7 @@ class Walk:
         if value.dtype == object:
             for item in value.flat:
                 self._push(item, name)
-            self._hold(value, name, lambda: list(value.flat), lambda s: _set_items(value, s))
+            self._hold(value, name, lambda: list(value.flat), lambda s: set_items(value, s))
         elif value.nbytes <= MAX_COPIED:
             self._hold_value(value, name, value.copy, lambda s: np.copyto(value, s))
         else:
@@ -327,7 +365,7 @@ class Walk:
 
     def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
         self._hold_dict(value, name)
-        for key, item in _held_in(value).items():
+        for key, item in held_in(value).items():
             self._push(key, name)
             self._push(item, f"{name}[{key!r}]" if isinstance(key, (str, int)) else name)
 
@@ -341,9 +379,21 @@ class Walk:
             self._visit_nn_module(value, name)
         elif not is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
             self._visit_attributes(value, name)
+        elif isinstance(value, OF_TORCH):
+            self._visit_torchs(value, name)
         else:
             self._visit_hidden(value, name)
         self._push(kind, kind.__qualname__)
+
+    def _visit_torchs(self, value: Any, name: str) -> None:
+        """An optimizer of the code's own, for a trial: that of a Model changes with each step."""
+        walk = Walk(self.seen.values())
+        walk.most = self.most
+        walk._visit_attributes(value, name)
+        for holder in walk.run(())[0]:
+            if not holder.is_tensor:
+                holder.decides = False
+                self._found.append(holder)
 
     def _visit_hidden(self, value: Any, name: str) -> None:
         """Visit what the user keeps in an object of Python's own: a queue, a context variable."""
@@ -377,7 +427,7 @@ class Walk:
                 self._push(inner, f"{label}.{kind}")
 
     def _hold_dict(self, value: dict[Any, Any], name: str) -> None:
-        self._hold(value, name, lambda: _held_in(value), lambda s: _refill(value, s))
+        self._hold(value, name, lambda: held_in(value), lambda s: refill(value, s))
 
     def _visit_attributes(self, value: Any, name: str) -> None:
         held = getattr(value, "__dict__", None)
@@ -389,7 +439,7 @@ class Walk:
                 value,
                 f"an attribute of {type(value).__name__}",
                 lambda: {slot: getattr(value, slot, NOTHING) for slot in slots},
-                lambda noted: _set_slots(value, noted),
+                lambda noted: set_slots(value, noted),
             )
             for slot in slots:
                 self._push(getattr(value, slot, None), f"{type(value).__name__}.{slot}")
@@ -422,52 +472,9 @@ class Walk:
 _SCRIPTED = (bool, int, float, str, list, dict, tuple)
 
 
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
-def _content_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return NOTHING
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.numpy().tobytes()
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.tobytes()
-    return pickle.dumps(value)
-
-
 def _slots(kind: type) -> tuple[str, ...]:
     found = vars(kind).get("__slots__", ()) if not is_of_library(kind.__module__) else ()
     return (found,) if isinstance(found, str) else tuple(found)
-
-
-def _set_slots(value: Any, noted: dict[str, Any]) -> None:
-    for slot, held in noted.items():
-        if held is not NOTHING:
-            object.__setattr__(value, slot, held)
-        elif hasattr(value, slot):
-            object.__delattr__(value, slot)
-
-
-def _set_items(value: np.ndarray[Any, Any], items: list[Any]) -> None:
-    for index, item in enumerate(items):
-        value.flat[index] = item
-
-
-def _held_in(value: dict[Any, Any]) -> dict[Any, Any]:
-    # Whatever its class makes of asking for them: one of transformers imports all models.
-    return dict(zip(keys_of(value), values_of(value), strict=True))
-
-
-def _refill(value: Any, noted: Any) -> None:
-    """Give a deque, a set or a dictionary its contents back."""
-    value.clear()
-    (value.extend if isinstance(value, collections.deque) else value.update)(noted)
 
 
 def is_iterator(value: Any) -> bool:
@@ -475,20 +482,8 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, _ITERATORS) or type(value).__module__ == "itertools"
 
 
-def _position_of(iterator: Any) -> Any:
-    """The state that changes when an iterator is used, as far as that can be seen."""
-    if isinstance(iterator, types.GeneratorType):
-        frame = iterator.gi_frame
-        return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"
-    try:
-        return repr(iterator.__reduce__())
-    except (TypeError, AttributeError):
-        return None
-
-
-def _builtins(held: dict[str, Any]) -> Any:
-    found = held.get("__builtins__", {})
-    return types.SimpleNamespace(**found) if isinstance(found, dict) else found
+def _copy(where: int, octets: bytes) -> None:
+    ctypes.memmove(where, octets, len(octets))
 
 
 def is_of_library(module: Any) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.capture.reach.contents import NOTHING
 from graphsplit.capture.reach.holders import Holder
-from graphsplit.capture.reach.reach import NOTHING
 from graphsplit.capture.reach.ways import Ways
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.checkpoint.generators import put_generator, state_of_generator

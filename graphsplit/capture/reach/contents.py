@@ -1,0 +1,97 @@
+"""How the contents of containers, cells and objects are read, and put back."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphsplit.errors import CaptureError
+from graphsplit.guards.values import keys_of, values_of
+
+MAX_COPIED = 1 << 24  # octets of an array
+NOTHING: Any = object()  # in an empty cell, or a global that was deleted
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Let a generator stand where it stood."""
+    generator.set_state(state)
+
+
+def content_of(cell: types.CellType) -> Any:
+    """The value in a cell."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NOTHING
+
+
+def octets_in(value: Any) -> Any:
+    """Octets by which two values are compared."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.tobytes()
+    return pickle.dumps(value)
+
+
+def set_slots(value: Any, noted: dict[str, Any]) -> None:
+    """Let slots hold what they held."""
+    for slot, held in noted.items():
+        if held is not NOTHING:
+            object.__setattr__(value, slot, held)
+        elif hasattr(value, slot):
+            object.__delattr__(value, slot)
+
+
+def set_items(value: np.ndarray[Any, Any], items: list[Any]) -> None:
+    """Let an array of objects hold what it held."""
+    for index, item in enumerate(items):
+        value.flat[index] = item
+
+
+def held_in(value: dict[Any, Any]) -> dict[Any, Any]:
+    """The contents of a dictionary."""
+    # Whatever its class makes of asking for them: one of transformers imports all models.
+    return dict(zip(keys_of(value), values_of(value), strict=True))
+
+
+def refill(value: Any, noted: Any) -> None:
+    """Give a deque, a set or a dictionary its contents back."""
+    value.clear()
+    (value.extend if isinstance(value, collections.deque) else value.update)(noted)
+
+
+def position_of(iterator: Any) -> Any:
+    """The state that changes when an iterator is used, as far as that can be seen."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"
+    try:
+        return repr(iterator.__reduce__())
+    except (TypeError, AttributeError):
+        return None
+
+
+def refuse_large(name: str) -> None:
+    """Refuse to put a large array back."""
+    raise CaptureError(
+        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and "
+        f"keeps no copies of arrays above {MAX_COPIED >> 20} MiB\n"
+        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
+    )
+
+
+def refuse_used(name: str) -> None:
+    """Refuse to put an iterator back to where it stood."""
+    raise CaptureError(
+        f"what is kept whole takes items from an iterator, {name}; making a plan has to run it, "
+        f"and cannot give them back\n"
+        f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
+    )
