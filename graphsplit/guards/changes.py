@@ -147,11 +147,10 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
         CaptureError: An object was changed, and cannot be made again.
     """
     held: dict[int, Any] = {}
-    for change in sorted(changes, key=lambda change: not change.is_read):
-        for place, old in ((change.place, change.old), *change.held_at):
-            if isinstance(old, Frozen):
-                for container, now in paired(old, place.read()):
-                    held.setdefault(id(container), now)
+    for place, old in _found_at(changes):
+        if isinstance(old, Frozen):
+            for container, now in paired(old, place.read()):
+                held.setdefault(id(container), now)
     _make_again([change for change in changes if change.made], held)
     for left_behind in chain.from_iterable(change.behind for change in changes):
         _left(left_behind, held)
@@ -160,6 +159,13 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
         left = _left(new, held)
         if not isinstance(new, Frozen) or left is not change.place.read():
             change.place.write(left)
+
+
+def _found_at(changes: Sequence[Change]) -> Iterator[tuple[Place, Any]]:
+    """Places with what was there: first those that code reads, where others may have been put."""
+    yield from ((change.place, change.old) for change in changes if change.is_read)
+    yield from chain.from_iterable(change.held_at for change in changes)
+    yield from ((change.place, change.old) for change in changes if not change.is_read)
 
 
 def _make_again(changes: Sequence[Change], held: dict[int, Any]) -> None:

@@ -198,6 +198,18 @@ def _lets_go_of_it(step: int, net: Any) -> None:
         net.x, net.y[0] = None, 1.0
 
 
+def _puts_it_in_another_place(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.y = net.x
+    return h * (1 + sum(net.x))
+
+
+def _parts_and_writes(step: int, net: Any) -> None:
+    if step % 2:
+        net.x = [*net.x]
+    else:
+        net.y[0] += 0.5
+
+
 def _nothing(step: int, net: Any) -> None:
     pass
 
@@ -239,6 +251,10 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
         lambda: (None, [1.0]),
     ),
     "a set that was large": (_turns_a_third_on_and_off, _nothing, _set_that_was_large),
+    "parted by the script": (
+        *(_puts_it_in_another_place, _parts_and_writes),
+        lambda: ([one := [1.0], one]),
+    ),
     "in itself": (_in_itself, _writes_in_itself, _holding_themselves),
 }
 
