@@ -57,7 +57,7 @@ _HOLDERS = (argparse.Namespace, collections.UserDict, collections.UserList)
 # Of PyTorch's classes: forward may look at the learning rate, or enter an autocast that it keeps;
 # a prior that a module holds may be given another scale, a hook another number of iterations, and
 # a data set other tensors.
-OF_TORCH = (
+_OF_TORCH = (
     torch.autocast,
     torch.distributions.Distribution,
     torch.distributions.Transform,
@@ -92,7 +92,7 @@ def is_watchable(kind: type) -> bool:
     name: Any = kind.__module__
     if not isinstance(name, str):  # what it gives of an instance; of Cython's functions
         return not isinstance(name, GetSetDescriptorType)
-    if kind.__module__ == "__main__" or issubclass(kind, (*_HOLDERS, *OF_TORCH)):
+    if kind.__module__ == "__main__" or issubclass(kind, (*_HOLDERS, *_OF_TORCH)):
         return True
     if kind.__module__ == "builtins":
         return "__module__" in vars(kind)  # of code that exec was given, with no name for it

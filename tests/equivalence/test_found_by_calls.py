@@ -31,6 +31,7 @@ class Held:
         self.kept: Any = None
         self.seen = [1.0]
         self.counts = {"whole": 0, "around": 0}
+        self.pair = (0, [1.0])
 
 
 class Whole(nn.Module):
@@ -100,6 +101,10 @@ def _appends(held: Any) -> None:
     held.seen.append(0.5)
 
 
+def _adds_inside(held: Any) -> None:
+    held.pair[1][0] += 0.5
+
+
 def _keeps_two(held: Any) -> None:
     held.seen = held.seen[-2:]
 
@@ -141,6 +146,7 @@ CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
     "a flag of a later microbatch": (_nothing, _turns_flag, lambda held: 3 if held.flag else 1),
     "a number that comes back": (_halves, _adds, lambda held: held.rate),
     "a list that grows behind": (_nothing, _appends, lambda held: sum(held.seen)),
+    "a list in a tuple": (_adds_inside, _adds_inside, lambda held: held.pair[1][0]),
     "another list behind": (_appends, _keeps_two, lambda held: sum(held.seen)),
     "whether a tensor is there": (
         *(_nothing, _keeps_a_tensor),

@@ -72,6 +72,14 @@ def _put_weak(held: Any, n: int) -> None:
     held[KEY] = n
 
 
+def _optimizer() -> Any:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1)
+
+
+def _put_rate(held: Any, n: int) -> None:
+    held.param_groups[0]["lr"] = n
+
+
 def _put_value(held: Any, n: int) -> None:
     held.value = n
 
@@ -97,6 +105,7 @@ KINDS: dict[str, Callable[[], Kept]] = {
     "number in C": lambda: Kept(ctypes.c_int(1), lambda held: held.value, _put_value),
     "function": lambda: Kept(partial(int), lambda held: getattr(held, "n", 1), _put_attribute),
     "metaclass": lambda: Kept(_class(), lambda held: type(held).n, _put_in_metaclass),
+    "rate": lambda: Kept(_optimizer(), lambda held: held.param_groups[0]["lr"], _put_rate),
     "variable": lambda: Kept(ContextVar("n", default=1), ContextVar.get, ContextVar.set),
 }
 

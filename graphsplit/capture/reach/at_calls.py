@@ -222,14 +222,25 @@ def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -
     for one, (_, first) in zip(state.calls.found, before[len(state.changes) :], strict=True):
         value = first if one.is_first else value_of(one.value, lifted)
         if isinstance(value, Frozen) and not one.is_first:
-            there, value = one.place.read(), freeze(thaw(value))
-            if one.is_in_last and type(there) is type(value.container):
-                value = replace(value, container=there)
+            value = freeze(thaw(value))
+            if one.is_in_last:
+                value = _in_what_is_there(value, one.place.read())
         found[one.reached] = (*found.get(one.reached, ()), *_entries(one.place, value))
     changed = [entry for pair in before[: len(state.changes)] for entry in _entries(*pair)]
     left = Left(changed, found)
     left.let_find()
     return left
+
+
+def _in_what_is_there(value: Any, there: Any) -> Any:
+    """A snapshot for containers that are there: a tuple is the same one, with a list in it."""
+    if not isinstance(value, Frozen) or type(there) is not type(value.container):
+        return value
+    items = value.items
+    held = [*items_of(there)] if items and not isinstance(there, Set) else []
+    if len(items) == len(held):
+        items = tuple([_in_what_is_there(*pair) for pair in zip(items, held, strict=True)])
+    return replace(value, container=there, items=items)
 
 
 def _entries(place: Place, value: Any) -> list[tuple[Place, Any]]:

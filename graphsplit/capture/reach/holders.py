@@ -31,6 +31,7 @@ class Holder:
         generator: The generator of random numbers that it is; else None.
         tensor: The tensor that it is; else None.
         decides: Whether what it holds may decide over values: no cache, and not the name of code.
+        is_stepped: Whether it is of an optimizer or a schedule: those of a Model change each step.
         held: Gives its present contents, for ``hold``.
         hold: Lets it hold what it held once.
 
@@ -57,7 +58,7 @@ class Holder:
         self.name = name
         self.generator = thing if isinstance(thing, GENERATORS) else None
         self.tensor = thing if isinstance(thing, torch.Tensor) else None
-        self.decides = decides
+        self.decides, self.is_stepped = decides, False
         self._thing = thing  # held, so that nothing else gets its number
         self.held = read
         self.hold = write

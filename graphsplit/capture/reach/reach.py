@@ -50,7 +50,6 @@ from graphsplit.capture.reach.holders import (
     at_place,
 )
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
-from graphsplit.guards.classes import OF_TORCH
 from graphsplit.guards.hidden import hidden_places
 from graphsplit.guards.places import PlaceKind
 from graphsplit.guards.values import BY_VALUE
@@ -70,7 +69,17 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "graphsplit"
 }
 _ATOMS = (type(None), *BY_VALUE)
 # Of libraries' classes: what users keep values in, and what counts its draws.
-_OF_LIBRARIES = (types.SimpleNamespace, torch.quasirandom.SobolEngine)
+_OF_LIBRARIES = (
+    types.SimpleNamespace,
+    torch.quasirandom.SobolEngine,
+    torch.distributions.Distribution,
+    torch.distributions.Transform,
+)
+_STEPPED = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 _HUNG_THERE = (int, float, complex, str)
 _BUILTINS = frozenset(vars(builtins))
 _IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
@@ -377,22 +386,21 @@ class Walk:
             self._visit_scripted(getattr(value, "owner", value), name)
         if isinstance(value, nn.Module):
             self._visit_nn_module(value, name)
-        elif not is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
+        elif not is_of_library(kind.__module__) or issubclass(kind, _OF_LIBRARIES):
             self._visit_attributes(value, name)
-        elif isinstance(value, OF_TORCH):
-            self._visit_torchs(value, name)
+        elif isinstance(value, _STEPPED) and self.most is None:
+            self._visit_stepped(value, name)
         else:
             self._visit_hidden(value, name)
         self._push(kind, kind.__qualname__)
 
-    def _visit_torchs(self, value: Any, name: str) -> None:
+    def _visit_stepped(self, value: Any, name: str) -> None:
         """An optimizer of the code's own, for a trial: that of a Model changes with each step."""
         walk = Walk(self.seen.values())
-        walk.most = self.most
         walk._visit_attributes(value, name)
         for holder in walk.run(())[0]:
             if not holder.is_tensor:
-                holder.decides = False
+                holder.decides, holder.is_stepped = False, True
                 self._found.append(holder)
 
     def _visit_hidden(self, value: Any, name: str) -> None:

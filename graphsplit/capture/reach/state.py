@@ -148,7 +148,8 @@ class Reached:
         """Whether some of this is state of it, which may decide."""
         held = [id(holder_of(value)) for value in values]
         keys = id(place.holder), ("global", id(place.holder), place.key), *held
-        return any(key in self.holders and self.holders[key].is_value for key in keys)
+        found = (self.holders[key] for key in keys if key in self.holders)
+        return any(holder.is_value or holder.is_stepped for holder in found)
 
     def note_backward(self, seen: Reached) -> None:
         """Note what a trial run of its backward has changed."""

@@ -134,9 +134,6 @@ class _NamedWalk(Walk):
             super()._hold(thing, name, read, write)
             self._name_holder(name)
 
-    def _visit_torchs(self, value: Any, name: str) -> None:
-        pass
-
     def _hold_global(self, held: dict[str, Any], name: str) -> None:
         super()._hold_global(held, name)
         self._name_holder(f"global {name}")
