@@ -26,7 +26,7 @@ from torch import nn
 
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
-from graphsplit.guards.values import CONTAINERS, MISSING, shown
+from graphsplit.guards.values import CONTAINERS, MISSING, SYMBOLIC, shown
 
 _EMPTY: dict[Any, Any] = {}
 _VIEWS: tuple[type, ...] = (
@@ -137,12 +137,19 @@ class _Referent:
 def cached_results(cache: Any, label: str) -> Iterator[Place]:
     """Values in a ``functools.lru_cache``: once they are gone, its function is called again."""
     held, is_bounded = _held_by(cache)
-    if is_bounded and held:
+    keys = [key for key in held if not _is_symbolic(key)]
+    if is_bounded and keys:
         results = _results.setdefault(cache, _Results(weakref.ref(cache)))
-        yield entry(results, tuple(held), f"the results of {label}")
+        yield entry(results, tuple(keys), f"the results of {label}")
     elif not is_bounded:
-        for key in held:
+        for key in keys:
             yield entry(held, key, f"the result of {label} for {shown(key)}")
+
+
+def _is_symbolic(key: Any) -> bool:
+    """Whether a key is of a number that is lifted: it stands for that while it is captured."""
+    parts = key if isinstance(key, (tuple, list)) else (key,)
+    return any(isinstance(part, SYMBOLIC) for part in parts)
 
 
 def _held_by(cache: Any) -> tuple[dict[Any, Any], bool]:
@@ -155,7 +162,8 @@ def _held_by(cache: Any) -> tuple[dict[Any, Any], bool]:
             if number == 0:
                 return held, cache.cache_parameters()["maxsize"] is not None
             step = number // len(held)  # each key, its result, and what else a link refers to
-            return dict(zip(seen[:number:step], seen[1:number:step], strict=True)), True
+            results = zip(seen[:number:step], seen[1:number:step], strict=True)
+            return {key: one for key, one in results if not _is_symbolic(key)}, True
     return {}, False
 
 

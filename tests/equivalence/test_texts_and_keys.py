@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import batches_of
+from equivalence_helpers import batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
@@ -197,3 +198,42 @@ def test_a_size_that_may_change_has_its_own_text(key: Callable[[int], Any]) -> N
 
     given = [batches_of(size, 3, num=1)[0] for size in (3, 5, 7, 4, 6, 9)]
     same(lambda: Net(between), batches=given, microbatches=1, dynamic_dims={0: 16})
+
+
+@functools.cache
+def rate_of(step: int) -> float:
+    return 1 / (step + 1)
+
+
+@functools.lru_cache(maxsize=2)
+def rate_of_few(step: int) -> float:
+    return 1 / (step + 1)
+
+
+class Scheduled(nn.Module):
+    """Asks a function that keeps its results for the rate of a step."""
+
+    def __init__(self, rate: Callable[[int], float]) -> None:
+        super().__init__()
+        self.layer, self.rate, self.step = nn.Linear(4, 4), rate, 0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        made: torch.Tensor = self.layer(h) * self.rate(self.step)
+        return made
+
+
+@pytest.mark.parametrize("rate", [rate_of, rate_of_few])
+def test_a_function_that_keeps_its_results_is_asked_with_another_number_each_step(
+    rate: Callable[[int], float],
+) -> None:
+    """It kept one under the number that stands for all while a step is recorded."""
+    rate_of.cache_clear()
+    rate_of_few.cache_clear()
+    assert_same_bits(
+        lambda: Scheduled(rate),
+        batches_of(8, 4, num=5),
+        num_workers=2,
+        place=lambda net: net.layer.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+    )
