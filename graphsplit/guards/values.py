@@ -95,11 +95,8 @@ def freeze(value: Any, _inside: tuple[int, ...] = (), apart: Container[int] = fr
     # At once: what frees a tensor, or another thread, may change a dictionary meanwhile.
     pairs = tuple(_pairs_of(value)) if is_mapping(value) else ()
     items = tuple([item for _, item in pairs]) if is_mapping(value) else tuple(items_of(value))
-    return Frozen(
-        value,
-        tuple([freeze(item, inside, apart) for item in items]),
-        tuple([key for key, _ in pairs]),
-    )
+    frozen = tuple([freeze(item, inside, apart) for item in items])
+    return Frozen(value, frozen, tuple([key for key, _ in pairs]))
 
 
 def is_mapping(value: Any) -> bool:
@@ -109,7 +106,8 @@ def is_mapping(value: Any) -> bool:
 
 def holder_of(container: Any) -> Any:
     """The holder of a container's items: itself, but for a namespace its dictionary."""
-    return vars(container) if isinstance(container, SimpleNamespace) else container
+    is_one = isinstance(container, SimpleNamespace)
+    return object.__getattribute__(container, "__dict__") if is_one else container  # unwatched
 
 
 def _order_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:

@@ -172,6 +172,14 @@ def _space() -> Any:
     return SimpleNamespace(**vars(Held()))
 
 
+class OwnSpace(SimpleNamespace):
+    """What is read of it is seen through its class."""
+
+
+def _own_space() -> Any:
+    return OwnSpace(**vars(Held()))
+
+
 def _follows(
     before: Code,
     after: Code,
@@ -220,6 +228,12 @@ def test_a_hook_on_a_parameter_finds_what_its_microbatch_has_left() -> None:
         return [float(model.train_step(*batch)) for batch in batches_of(8, 8, num=4)]
 
     assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("case", ["counted before", "set by the first call"])
+def test_a_namespace_of_a_class_of_his_own_is_looked_at_without_being_read(case: str) -> None:
+    _follows(*CASES[case], 1, _own_space)
 
 
 def test_what_both_change_is_refused() -> None:
