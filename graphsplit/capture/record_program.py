@@ -55,6 +55,7 @@ from graphsplit.capture.unrecordable_effects import (
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.frames import users_line_of_node
 from graphsplit.guards.values import differences, freeze
 from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import schema_of
@@ -230,6 +231,7 @@ def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Re
         refusal = CaptureError(
             f"network or loss keeps a number that comes from the values of a tensor (item, float) "
             f"in Python state; the captured graph would not ({error})\n"
+            f"  {users_line_of_node(error.asked)}\n"
             f"  Fix: keep it in a buffer, or keep the module around it whole with gs.opaque."
         )
         module, loss_fn = _module_of(root, error.asked), getattr(root, "loss_fn", None)

@@ -288,3 +288,20 @@ def test_a_module_may_get_one_name_more() -> None:
         return net.all(net.active(x)).sum()
 
     captured(Runs(run), X)
+
+
+class KeepsMean(Runs):
+    """Keeps a number that its values make."""
+
+    mean = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        self.mean = x.mean().item()
+        return x.sum()
+
+
+def test_a_number_of_values_that_is_kept_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match="keeps a number") as caught:
+        captured(KeepsMean(None), X)
+    assert line_of(KeepsMean.forward, 2) in str(caught.value)
