@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.left_values import UNTOLD, Known, learned, told
-from graphsplit.guards.values import MISSING, Frozen, freeze, put_into, reference_of, same
+from graphsplit.feeding.left_values import UNTOLD, Before, Known, learned, told
+from graphsplit.guards.values import MISSING, Frozen, freeze, reference_of, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere, resize
@@ -41,20 +41,23 @@ from graphsplit.torch_ext.attributes import storage_of, writes_of
 def note_left(planned: ReadyPlan, rank: int) -> dict[str, Any]:
     """The values that the calls of one worker may change, as they are before a step."""
     holders = planned.left_by_calls.get(rank, {})
-    apart, known = {one.key for one in holders.values()}, Known(holders)
-    return {name: _noted(one, apart, known) for name, one in holders.items()}
+    known = Known(holders)
+    return {name: _noted(one, known) for name, one in holders.items()}
 
 
-def _noted(holder: Holder, apart: Container[int], known: Known) -> Any:
+def _noted(holder: Holder, known: Known) -> Any:
     if holder.tensor is not None:
         return holder.held()  # how often it was written to
     if holder.generator is not None:
         return state_of_generator(holder.generator)
     entries = holder.entries()
-    plain = {k: v for k, v in entries.items() if type(v) is torch.Tensor and id(v) not in apart}
-    held = freeze(entries, apart=apart)
+    plain = {
+        k: v for k, v in entries.items() if type(v) is torch.Tensor and id(v) not in known.apart
+    }
+    held = freeze(entries, apart=known.apart)
     made = _made(held, known)
-    return held, {key: writes_of(value) for key, value in plain.items()}, made
+    writes = {key: writes_of(value) for key, value in plain.items()}
+    return held, writes, made, _is_copied(holder)
 
 
 def _made(held: Frozen, known: Known) -> dict[Any, Any]:
@@ -76,49 +79,71 @@ def share_left(group: WorkerGroup, planned: ReadyPlan, before: Mapping[str, Any]
     """
     what = "what code kept whole has left in Python"
     for rank, holders in sorted(planned.left_by_calls.items()):
-        news, home = None, group.name(rank)
-        known = Known(holders, home, group.name(group.rank))
+        news, known = None, Known(holders, group.name(rank), group.name(group.rank))
         if rank == group.rank:
-            found = {name: list(_news(holders[name], was, known)) for name, was in before.items()}
-            news = {name: changed for name, changed in found.items() if changed}
-        came = group.share_value(news, source=rank, what=what)
-        if rank != group.rank:
-            for name, changed in came.items():
-                _take(known.holder(name), changed, home, known)
+            noted = {name: was for name, was in before.items() if _has_entries(holders[name])}
+            copied = {name for name, (*_, is_copied) in noted.items() if is_copied}
+            then = Before({name: was[0] for name, was in noted.items()}, copied, known)
+            found = {
+                name: list(_news(holders[name], was, known, then)) for name, was in before.items()
+            }
+            news = then.news(), {name: changed for name, changed in found.items() if changed}
+        contents, changed = group.share_value(news, source=rank, what=what)
+        if rank != group.rank and (contents or changed):
+            own = {name: one for name, one in holders.items() if _has_entries(one)}
+            held = {n: freeze(one.entries(), apart=known.apart) for n, one in own.items()}
+            then = Before(held, {name for name, one in own.items() if _is_copied(one)}, known)
+            then.fill(contents)
+            for name, entries in changed.items():
+                _take(known.holder(name), entries, known, then, known.where(name))
 
 
-def _news(holder: Holder, before: Any, known: Known) -> Iterator[list[Any]]:
+def _has_entries(holder: Holder) -> bool:
+    return not (holder.is_tensor or holder.is_generator)
+
+
+def _is_copied(holder: Holder) -> bool:
+    """Whether it gives a copy of what it is: of a list, a set, an array."""
+    return not isinstance(holder.held(), (dict, tuple))
+
+
+def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[list[Any]]:
     """Entries that are new, and keys of those gone.
 
-    Each entry with its key, whether it was written to, and whether it is the container of before.
+    Each entry with its key, whether it was written to, and whether it is the object of before.
     """
     if holder.is_generator:
         state = state_of_generator(holder.generator)
-        if not is_same(before, state):
+        if not is_same(was, state):
             yield ["", state]
         return
     if holder.tensor is not None:
-        if holder.held() != before and (sent := told(holder.tensor.detach(), known)) is not UNTOLD:
+        if holder.held() != was and (sent := told(holder.tensor.detach(), known)) is not UNTOLD:
             yield ["", sent, True, False]
         return
-    held, writes, made = before
-    is_copied = isinstance(holder.held(), (list, frozenset))  # of a container, which holds it
+    held, writes, made, is_copied = was
     old, now = dict(zip(held.keys, held.items, strict=True)), holder.entries()
     for key, value in now.items():
-        is_new = key not in old or not same(old[key], value)
+        if key not in old:
+            is_new = True
+        elif is_copied:
+            is_new = before.has_changed(old[key], value)
+        else:
+            is_new = not before.is_as_before(old[key], value)
         if not is_new and key in made:
             is_new = not same(made[key], told(value, known))
         if can_be_written(key) and (is_new or (key in writes and writes[key] != writes_of(value))):
-            sent = told(value, known)
-            is_filled = is_copied or (key in old and reference_of(old[key]) is value)
+            sent = told(value, known, before)
             if sent is not UNTOLD:
-                yield [key, sent, not is_new, is_filled]
+                yield [key, sent, not is_new, key in old and reference_of(old[key]) is value]
     for key in old.keys() - now.keys():
         if can_be_written(key):
             yield [key]
 
 
-def _take(holder: Holder, news: Sequence[Sequence[Any]], home: str, known: Known) -> None:
+def _take(
+    holder: Holder, news: Sequence[Sequence[Any]], known: Known, before: Before, where: str
+) -> None:
     if holder.is_generator:
         put_generator(holder.generator, news[0][1])
         return
@@ -126,13 +151,12 @@ def _take(holder: Holder, news: Sequence[Sequence[Any]], home: str, known: Known
     for key, *value in news:
         if value:
             there = entries.get(key, MISSING)
-            where = f"{holder.name}, on {home}"
-            new = learned(value[0], there, where, known, is_filled=value[2])
+            new = learned(value[0], there, where, known, before, is_filled=value[2])
             if value[1] and type(there) is torch.Tensor:  # it was written to
                 with torch.no_grad():
                     there.copy_(new)
             elif new is not MISSING and holder.tensor is None:
-                entries[key] = put_into(freeze(new), there) if value[2] else new
+                entries[key] = new
         else:
             entries.pop(key, None)
     if holder.tensor is None:
