@@ -29,7 +29,7 @@ class Held:
     def __init__(self) -> None:
         self.n, self.rate, self.flag = 1, 0.5, False
         self.kept: Any = None
-        self.seen = [1.0]
+        self.seen, self.spare = [1.0], []
         self.counts = {"whole": 0, "around": 0}
         self.pair = (0, [1.0])
 
@@ -109,6 +109,12 @@ def _keeps_two(held: Any) -> None:
     held.seen = held.seen[-2:]
 
 
+def _exchanges(held: Any) -> None:
+    held.seen, held.spare = held.spare, held.seen
+    held.spare.clear()
+    held.seen.append(0.5)
+
+
 def _sets_late(held: Any) -> None:
     held.late = 2
 
@@ -148,6 +154,7 @@ CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
     "a list that grows behind": (_nothing, _appends, lambda held: sum(held.seen)),
     "a list in a tuple": (_adds_inside, _adds_inside, lambda held: held.pair[1][0]),
     "another list behind": (_appends, _keeps_two, lambda held: sum(held.seen)),
+    "lists exchanged behind": (_nothing, _exchanges, lambda held: len(held.spare) + len(held.seen)),
     "whether a tensor is there": (
         *(_nothing, _keeps_a_tensor),
         lambda held: 1 if held.kept is None else 2,

@@ -26,6 +26,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, Computed, holds, value_of
 from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
+    MUTABLE,
     SYMBOLIC,
     Frozen,
     freeze,
@@ -127,7 +128,8 @@ class FoundByCalls:
                     last = freeze(one.place.read())
                 if holds(now, _is_tensor) and holds(last, _is_tensor):
                     continue  # it may ask whether there is one; its value comes as an argument
-                if _is_one(now, last) and num_writers < 2:  # else it may be set between the two
+                is_same = _is_one(now, last) and not _is_other(now, reference_of(last))
+                if is_same and num_writers < 2:  # else it may be set between the two
                     continue
                 is_first = leaves and _is_one(now, one.first)
                 if not is_first:
@@ -137,6 +139,11 @@ class FoundByCalls:
         self.found = tuple(found)
         self.are_other_after |= any(one.is_first for one in found)
         self._calls.clear()
+
+
+def _is_other(was: Any, now: Any) -> bool:
+    """Whether this is another container, which may hold something else while a call runs."""
+    return isinstance(now, MUTABLE) and reference_of(was) is not now
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -225,7 +232,8 @@ def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -
             value = freeze(thaw(value))
             if one.is_in_last:
                 value = _in_what_is_there(value, one.place.read())
-        found[one.reached] = (*found.get(one.reached, ()), *_entries(one.place, value))
+        entries = _entries(one.place, value, is_copy=not one.is_first)
+        found[one.reached] = (*found.get(one.reached, ()), *entries)
     changed = [entry for pair in before[: len(state.changes)] for entry in _entries(*pair)]
     left = Left(changed, found)
     left.let_find()
@@ -243,14 +251,21 @@ def _in_what_is_there(value: Any, there: Any) -> Any:
     return replace(value, container=there, items=items)
 
 
-def _entries(place: Place, value: Any) -> list[tuple[Place, Any]]:
-    """The entries of a mapping that differ from what is left there: a call may change others."""
+def _entries(place: Place, value: Any, *, is_copy: bool = False) -> list[tuple[Place, Any]]:
+    """The entries of a mapping that differ from what is left there: a call may change others.
+
+    Containers of a copy are others in any case.
+    """
     there = place.read()
     is_there = isinstance(value, Frozen) and value.container is there and is_mapping(there)
     if not is_there or value.keys != tuple(keys_of(there)):
         return [(place, value)]
     entries = zip(value.keys, value.items, items_of(there), strict=True)
-    return [(inside(there, key, place), was) for key, was, now in entries if not same(was, now)]
+    return [
+        (inside(there, key, place), was)
+        for key, was, now in entries
+        if not same(was, now) or (not is_copy and _is_other(was, now))
+    ]
 
 
 def moments(
