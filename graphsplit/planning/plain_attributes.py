@@ -20,6 +20,7 @@ from torch import nn
 
 from graphsplit.capture.opaque.marks import marked_ones
 from graphsplit.capture.state.kept_names import with_names, with_stand_ins
+from graphsplit.guards.changes import latest
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.values import (
     MISSING,
@@ -27,6 +28,7 @@ from graphsplit.guards.values import (
     any_leaf,
     freeze,
     is_plain,
+    put_back,
     put_into,
     reference_of,
     same,
@@ -44,6 +46,7 @@ _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
 # Attributes that were ever other than when a Model began, by their dictionary: of modules that have
 # several Models each has another beginning, and so has a process that comes back.
 _changed: set[tuple[int, str]] = set()
+LeftOut = list[tuple[dict[str, Any], str, Any]]
 _SCALARS = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 
@@ -148,6 +151,16 @@ class PlainState:
         put_requires_grad([named[name] for name in known], [marks[name] for name in known])
         return changed
 
+    def left_out(self, saved: Mapping[str, Any]) -> LeftOut:
+        """The contents of attributes that ``saved`` has left out, for this process alone."""
+        names = frozenset(saved["unsaved"])
+        return [
+            (held, key, freeze(value))
+            for path, held, _ in self._holders()
+            for key, value in held.items()
+            if f"{path}.{key}" in names
+        ]
+
     def _delete(
         self, known: Collection[str], gone: Collection[str], saved: Mapping[str, Any]
     ) -> list[str]:
@@ -226,6 +239,12 @@ class PlainState:
 
     def _marks(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters()}
+
+
+def put_left_out(left_out: LeftOut) -> None:
+    """Let attributes be as ``left_out`` found them."""
+    for held, key, frozen in left_out:
+        held[key] = put_back(latest(frozen))
 
 
 def together(saved: Mapping[str, Any], apart: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import names_in, with_lost, with_names, with_stand_ins
-from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.capture.state.kept_value import KeptValue, first_of
 from graphsplit.capture.state.older_values import kept_places, settle_older
 from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
@@ -117,6 +117,7 @@ class PythonValues:
             known = self._known.get(place.identity)
             if known is None:
                 new.append(place.identity)
+                value = with_leaves(value, first_of)
                 self._of_call[place.identity] = value
                 self._known[place.identity] = _Known(
                     place, self._first(value, is_whole), numbers.get(id(loss_fn), -1), is_whole

@@ -19,6 +19,7 @@ from graphsplit.checkpoint.states import Stateful
 from graphsplit.guards.values import with_leaves
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
+from graphsplit.planning.plain_attributes import LeftOut, put_left_out
 from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
 from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
@@ -80,6 +81,7 @@ class ModelBefore:
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
         attributes: Plain attributes of the network and its loss that are other than before the
             first call, and which parameters are trained.
+        others: Attributes that hold something else, as lists with tensors.
         contents: What other objects, containers and closures hold that these lead to, where data
             sets and callbacks may change any in the call; else None.
         left: What code kept whole can change.
@@ -97,6 +99,7 @@ class ModelBefore:
     left: dict[str, Any]
     left_out: tuple[torch.Tensor, ...]
     attributes: dict[str, Any]
+    others: LeftOut
     contents: PlainContents | None = None
 
     @classmethod
@@ -105,6 +108,7 @@ class ModelBefore:
         given, changed = share.given(), share.changed_by_script()
         is_new = not given.is_same(share.given_before)
         contents = None if share.is_settled and is_step else share.built()
+        attributes = share.states.python.saved(with_tensors=not share.is_settled)
         return cls(
             share,
             share.given_before,
@@ -117,7 +121,8 @@ class ModelBefore:
             share.states.resumption,
             share.left.kept((share.engine.planner,), share.engine.group().rank),
             tuple(share.left_out()),
-            share.states.python.saved(with_tensors=not share.is_settled),
+            attributes,
+            share.states.python.left_out(attributes),
             None if is_step else contents,
         )
 
@@ -139,6 +144,7 @@ class ModelBefore:
         if self.contents is not None:
             self.contents.put_back()
         self.share.states.python.put(self.attributes)
+        put_left_out(self.others)
         values, numbers = self.python_values
         self.share.engine.planner.python_values.put(
             {key: with_leaves(v, partial(_present, moved)) for key, v in values.items()},

@@ -117,3 +117,32 @@ def sizes_that_change(place: bool = True) -> Any:
     model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), dynamic_dims={0: 32})
     data = [pairs()[:size] for size in (8, 5, 7, 8, 3)]
     return trained(model, data, 2)
+
+
+class Remembering(nn.Module):
+    """Keeps tensors where the script had some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.memory = {"mean": torch.ones(8)}
+        self.notes: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) + 0.1 * self.memory["mean"]
+        self.memory = {**self.memory, "mean": hidden.detach().mean(0)}
+        found: torch.Tensor = self.second(hidden)
+        return found
+
+
+@feature
+def kept_where_the_script_had_tensors(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Remembering(), "first", "second", place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    found: list[Any] = []
+    for epoch in range(2):
+        net.notes = [torch.full((2,), epoch)]  # no step reads it
+        for x, y in batches():
+            found.append(model.train_step(x, y))
+    return found, all_of(model), net.notes

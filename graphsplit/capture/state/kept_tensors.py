@@ -36,6 +36,7 @@ from graphsplit.capture.state.handed import (
 from graphsplit.capture.state.kept_value import (
     KeptValue,
     may_be_a_buffer,
+    note_first,
     refuse_moved,
     refuse_other,
     shares_memory,
@@ -447,7 +448,9 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         if not isinstance(buffer, StandIn):  # its value lives on another worker
             with torch.no_grad():
                 buffer.copy_(one.old)
-        swap(one.place, {id(one.old): stand_ins.get(name, buffer)})
+        stand_in = stand_ins.get(name, buffer)
+        note_first(stand_in, one.old)
+        swap(one.place, {id(one.old): stand_in})
 
 
 def own_buffer(module: nn.Module, name: str) -> None:
@@ -492,9 +495,5 @@ def _name_of(label: str, tensor: torch.Tensor) -> str:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tuple(map(int, tensor.shape)),
-        tuple(map(int, tensor.stride())),
-        dtype=tensor.dtype,
-        device=tensor.device,
-    ).zero_()
+    form = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    return torch.empty_strided(*form, dtype=tensor.dtype, device=tensor.device).zero_()

@@ -31,10 +31,12 @@ class Standing:
     Attributes:
         now: What stands in the places.
         is_held: Whether the script may hold it besides.
+        first: The tensor of the user's that stood in the place when it was first read; else None.
     """
 
     now: KeptValue
     is_held: bool = False
+    first: torch.Tensor | None = None
 
 
 class KeptValue(StandIn):
@@ -110,6 +112,18 @@ def follow(older: KeptValue) -> KeptValue:
     setattr(made, _STANDING, standing)
     standing.now, standing.is_held = made, False
     return made
+
+
+def note_first(value: torch.Tensor, first: torch.Tensor) -> None:
+    """Note the tensor of the user's in whose place it stands from now on."""
+    if isinstance(value, KeptValue):
+        standing_of(value).first = first
+
+
+def first_of(leaf: Any) -> Any:
+    """The tensor of the user's that stood where this stands now; anything else as it is."""
+    first = standing_of(leaf).first if isinstance(leaf, KeptValue) else None
+    return leaf if first is None else first
 
 
 def note_read(value: KeptValue) -> None:
