@@ -193,9 +193,9 @@ class Before:
             else:
                 put_into(freeze(items[0]), was.container)
 
-    def has_changed(self, was: Frozen, now: Any) -> bool:
+    def has_changed(self, was: Any, now: Any) -> bool:
         """Whether a container holds other things than one did, whatever these hold."""
-        if was.content is not None:
+        if not isinstance(was, Frozen) or was.content is not None:
             return not same(was, now)
         found = [*(keys_of(now) if is_mapping(now) else ()), *items_of(now)]
         old = [*was.keys, *was.items]

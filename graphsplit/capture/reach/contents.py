@@ -62,6 +62,11 @@ def held_in(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def refill(value: Any, noted: Any) -> None:
     """Give a deque, a set or a dictionary its contents back."""
+    if isinstance(value, set):  # the size of its table decides on its order
+        for gone in value - noted:
+            value.discard(gone)
+        value.update(noted - value)
+        return
     value.clear()
     (value.extend if isinstance(value, collections.deque) else value.update)(noted)
 

@@ -180,7 +180,6 @@ class Walk:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._push(part, name)
             self._visit_attributes(value, name)
-            self._visit_attributes(value, name)
         elif isinstance(value, (staticmethod, classmethod)):
             self._push(value.__func__, name)
         elif isinstance(value, property):
