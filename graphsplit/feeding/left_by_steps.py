@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import ne
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.left_values import UNTOLD, Before, Known, learned, told
+from graphsplit.feeding.left_values import SAME, UNTOLD, Before, Known, learned, told
 from graphsplit.guards.values import MISSING, Frozen, freeze, reference_of, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
@@ -110,7 +111,8 @@ def _is_copied(holder: Holder) -> bool:
 def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[list[Any]]:
     """Entries that are new, and keys of those gone.
 
-    Each entry with its key, whether it was written to, and whether it is the object of before.
+    Each entry with its key, whether it was written to, whether it is the object of before, and
+    whether it comes behind others that it came before.
     """
     if holder.is_generator:
         state = state_of_generator(holder.generator)
@@ -119,10 +121,11 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
         return
     if holder.tensor is not None:
         if holder.held() != was and (sent := told(holder.tensor.detach(), known)) is not UNTOLD:
-            yield ["", sent, True, False]
+            yield ["", sent, True, False, False]
         return
     held, writes, made, is_copied = was
     old, now = dict(zip(held.keys, held.items, strict=True)), holder.entries()
+    moved = _moved([key for key in old if key in now], [key for key in now if key in old])
     for key, value in now.items():
         if key not in old:
             is_new = True
@@ -132,13 +135,24 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
             is_new = not before.is_as_before(old[key], value)
         if not is_new and key in made:
             is_new = not same(made[key], told(value, known))
-        if can_be_written(key) and (is_new or (key in writes and writes[key] != writes_of(value))):
+        if not can_be_written(key):
+            continue
+        if is_new or (key in writes and writes[key] != writes_of(value)):
             sent = told(value, known, before)
             if sent is not UNTOLD:
-                yield [key, sent, not is_new, key in old and reference_of(old[key]) is value]
+                is_filled = key in old and reference_of(old[key]) is value
+                yield [key, sent, not is_new, is_filled, key in moved]
+        elif key in moved:
+            yield [key, SAME, False, True, True]
     for key in old.keys() - now.keys():
         if can_be_written(key):
             yield [key]
+
+
+def _moved(old: Sequence[Any], now: Sequence[Any]) -> frozenset[Any]:
+    """The keys from the first one on that has another place in the order."""
+    first = next((at for at, pair in enumerate(zip(old, now, strict=True)) if ne(*pair)), len(now))
+    return frozenset(now[first:])
 
 
 def _take(
@@ -156,6 +170,8 @@ def _take(
                 with torch.no_grad():
                     there.copy_(new)
             elif new is not MISSING and holder.tensor is None:
+                if value[3]:
+                    entries.pop(key, None)
                 entries[key] = new
         else:
             entries.pop(key, None)

@@ -42,6 +42,7 @@ from graphsplit.torch_ext.stand_ins import StandIn
 UNTOLD: Any = object()
 _MARK = "\0left"
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
+SAME = [_MARK, "same"]  # stands for what is there
 _MAPPING = "mapping"
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
 _DEEPEST = 4
@@ -274,6 +275,8 @@ def learned(
             if shape is None:
                 return tensor
             return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
+        case ["\0left", "same"]:
+            return there
         case ["\0left", "there", name]:
             return known.there(name)
         case ["\0left", "before", place] if before is not None:
