@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from random_kinds import BEGINNING, CLASSES, KINDS, Kind
 
@@ -73,6 +73,11 @@ class Program:
             first, second = slots[:2]
             slots[1] = Slot(second.name, first.kind, second.home, first.cls)
         self._slots = slots
+
+    def keep_to_the_network(self) -> None:
+        """Let nothing hang in globals, classes or functions, which threads share."""
+        homes = {"namespace": "net", "table": "part", "class": "object", "function": "net"}
+        self._slots = [replace(one, home=homes.get(one.home, one.home)) for one in self._slots]
 
     def text(self) -> str:
         """The program. Its ``main`` yields what is to be compared."""
