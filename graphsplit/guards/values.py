@@ -12,7 +12,6 @@ import array
 import copy
 import ctypes
 import enum
-import operator
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, ValuesView
@@ -301,17 +300,20 @@ def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
         deque.clear(container)
         deque.extend(container, items)
     elif isinstance(container, set):
-        _fill_set(container, items)
+        fill_set(container, items)
+        if not all(map(same, items, set.__iter__(container))):
+            set.clear(container)
+            set.update(container, items)
 
 
-def _fill_set(container: set[Any], items: list[Any]) -> None:
-    """Let a set have these items, in their order: the size of its table decides on that, too."""
-    for gone in set.difference(container, items):
-        set.discard(container, gone)
-    set.update(container, items)
-    if not all(map(operator.is_, set.__iter__(container), items)):
+def fill_set(container: set[Any], items: Any) -> None:
+    """Let a set have these items; plain ones in its table, whose size decides on their order."""
+    if all(isinstance(one, BY_VALUE) for one in (*set.__iter__(container), *items)):
+        for gone in set.difference(container, items):
+            set.discard(container, gone)
+    else:
         set.clear(container)
-        set.update(container, items)
+    set.update(container, items)
 
 
 def is_scalar(value: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from graphsplit.errors import CaptureError
-from graphsplit.guards.values import keys_of, values_of
+from graphsplit.guards.values import fill_set, keys_of, values_of
 
 MAX_COPIED = 1 << 24  # octets of an array
 NOTHING: Any = object()  # in an empty cell, or a global that was deleted
@@ -62,10 +62,8 @@ def held_in(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def refill(value: Any, noted: Any) -> None:
     """Give a deque, a set or a dictionary its contents back."""
-    if isinstance(value, set):  # the size of its table decides on its order
-        for gone in value - noted:
-            value.discard(gone)
-        value.update(noted - value)
+    if isinstance(value, set):
+        fill_set(value, noted)
         return
     value.clear()
     (value.extend if isinstance(value, collections.deque) else value.update)(noted)
