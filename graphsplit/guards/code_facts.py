@@ -185,7 +185,7 @@ def _past_copies(instructions: Sequence[dis.Instruction], at: int) -> int:
 # Functions of libraries that code calls by name: a script may put others there (F.relu = f), and
 # numbers and texts of its own (np.scale = 2.0).
 
-_HUNG_THERE = (int, float, complex, str)
+HUNG_THERE = (int, float, complex, str)
 
 
 def library_places(code: CodeType, held: Mapping[str, Any]) -> Iterator[Place]:
@@ -209,7 +209,7 @@ def _functions_in(module: Any, items: Iterable[Item]) -> Iterator[Place]:
         return  # what is read of the user's own modules is noted as it is read
     for item in items:
         value = vars(module).get(item.key)
-        if _is_function(value) or isinstance(value, _HUNG_THERE):
+        if _is_function(value) or isinstance(value, HUNG_THERE):
             yield entry(vars(module), item.key, f"{module.__name__}.{item.key}")
         elif item.then is not None:
             yield from _functions_in(value, (item.then,))

@@ -32,8 +32,8 @@ BY_VALUE = (
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
-_IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
-BUFFERS = (np.ndarray, np.void, array.array, bytearray, _IN_C)
+IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
+BUFFERS = (np.ndarray, np.void, array.array, bytearray, IN_C)
 CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *BUFFERS)
 MUTABLE = (list, deque, set, dict, SimpleNamespace, *BUFFERS)
 
@@ -144,7 +144,7 @@ def _content(value: Any) -> tuple[Any, ...]:
         # An array of objects has no bits to speak of: what it holds is compared by identity.
         held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
         return (str(value.dtype), value.shape, held)
-    size = ctypes.sizeof(value) if isinstance(value, _IN_C) else len(value)
+    size = ctypes.sizeof(value) if isinstance(value, IN_C) else len(value)
     return (getattr(value, "typecode", "b"), size, bytes(value))
 
 
@@ -262,7 +262,7 @@ def _fill_array(frozen: Frozen) -> None:
     container, (_, size, held) = frozen.container, frozen.content or ("", 0, b"")
     if isinstance(container, bytearray):
         container[:] = held
-    elif isinstance(container, _IN_C):
+    elif isinstance(container, IN_C):
         ctypes.memmove(ctypes.addressof(container), held, size)
     elif isinstance(container, array.array):
         del container[:]

@@ -50,9 +50,10 @@ from graphsplit.capture.reach.holders import (
     at_place,
 )
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
+from graphsplit.guards.code_facts import HUNG_THERE
 from graphsplit.guards.hidden import hidden_places
 from graphsplit.guards.places import PlaceKind
-from graphsplit.guards.values import BY_VALUE
+from graphsplit.guards.values import BY_VALUE, IN_C
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -80,9 +81,7 @@ _STEPPED = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
 )
-_HUNG_THERE = (int, float, complex, str)
 _BUILTINS = frozenset(vars(builtins))
-_IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BACKWARD = ("backward", "vjp")
 _ALL = slice(None)
@@ -266,7 +265,7 @@ class Walk:
         held, of_library = vars(module), is_of_library(module.__name__)
         if of_library:  # numbers of the script's, which it has put there
             asked = names.every & held.keys()
-            numbers = frozenset(n for n in asked if type(held[n]) in _HUNG_THERE)
+            numbers = frozenset(n for n in asked if type(held[n]) in HUNG_THERE)
             self._visit_names(held, numbers, names)
         elif id(module) not in self.seen:
             self.seen[id(module)] = module
@@ -337,7 +336,7 @@ class Walk:
             self._visit_dict(value, name)
         elif isinstance(value, list):
             self._hold(value, name, lambda: list(value), lambda s: operator.setitem(value, _ALL, s))
-        elif isinstance(value, _IN_C):
+        elif isinstance(value, IN_C):
             where, size = ctypes.addressof(value), ctypes.sizeof(value)
             read = functools.partial(ctypes.string_at, where, size)
             self._hold_value(value, name, read, lambda s: _copy(where, s))
