@@ -23,8 +23,8 @@ import torch
 
 from graphsplit.capture.graph import CapturedGraph, Node, NodeKind
 from graphsplit.frames import short_path
-from graphsplit.guards.changes import Computed, value_of
-from graphsplit.guards.values import Frozen, thaw
+from graphsplit.guards.changes import value_of
+from graphsplit.guards.values import Frozen, thaw, with_leaves
 
 
 def canonical_lines(
@@ -174,5 +174,5 @@ _COPY, _SCALAR, _STACK, _CHECK = (
 
 
 def _text_of(new: Any, lifted: Sequence[Any]) -> str:
-    value = value_of(new, lifted) if isinstance(new, Computed) else new
+    value = with_leaves(new, lambda leaf: value_of(leaf, lifted))
     return repr(thaw(value)) if isinstance(value, Frozen) else repr(value)

@@ -92,7 +92,7 @@ class Change:
     Attributes:
         place: The place.
         old: The snapshot of what was there; ``MISSING`` where there was nothing.
-        new: The snapshot of what is left, or the ``Computed`` number; ``MISSING`` if deleted.
+        new: The snapshot of what is left, with ``Computed`` numbers; ``MISSING`` if deleted.
         is_read: Whether the code read it before: then the next step may have another graph.
         held_at: Other places, with what was there, whose containers are in what is left here.
         made: Objects that forward has made and that are in what is left here, each with the
@@ -112,8 +112,8 @@ class Change:
         """The change for people; of a lifted number its value is no part of it."""
         is_lifted = isinstance(self.old, (Computed, *SYMBOLIC))
         before = "" if is_lifted else f" from {shown(self.old)}"
-        is_made = isinstance(self.new, Computed)
-        new = self.new.of(lambda number: lifted[number].label) if is_made else shown(self.new)
+        new = with_leaves(self.new, lambda leaf: _named(leaf, lifted))
+        new = new if isinstance(self.new, Computed) else shown(new)
         return f"{self.place.label}{before} to {new}"
 
     def with_names(self) -> list[Any]:
@@ -131,6 +131,11 @@ class Change:
             return f"{self.place.label}: Tensor"
         is_plain_value = new is MISSING or is_plain(new)
         return f"{self.place.label}: {shown(new) if is_plain_value else type(new).__name__}"
+
+
+def _named(leaf: Any, lifted: Sequence[Place]) -> Any:
+    """How a number is made of those in some places, for people; anything else as it is."""
+    return leaf.of(lambda n: lifted[n].label) if isinstance(leaf, Computed) else leaf
 
 
 def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
@@ -151,13 +156,12 @@ def leave_all(changes: Sequence[Change], lifted: Sequence[Any]) -> None:
         if isinstance(old, Frozen):
             for container, now in paired(old, place.read()):
                 held.setdefault(id(container), now)
-    _make_again([change for change in changes if change.made], held)
+    _make_again([change for change in changes if change.made], held, lifted)
     for left_behind in chain.from_iterable(change.behind for change in changes):
-        _left(left_behind, held)
+        _left(left_behind, held, lifted)
     for change in changes:
-        new = value_of(change.new, lifted)
-        left = _left(new, held)
-        if not isinstance(new, Frozen) or left is not change.place.read():
+        left = _left(change.new, held, lifted)
+        if not isinstance(change.new, Frozen) or left is not change.place.read():
             change.place.write(left)
 
 
@@ -168,7 +172,7 @@ def _found_at(changes: Sequence[Change]) -> Iterator[tuple[Place, Any]]:
     yield from ((change.place, change.old) for change in changes if not change.is_read)
 
 
-def _make_again(changes: Sequence[Change], held: dict[int, Any]) -> None:
+def _make_again(changes: Sequence[Change], held: dict[int, Any], lifted: Sequence[Any]) -> None:
     """Find what stands for objects that forward has made: new ones, as it makes at each call.
 
     Where it goes on from the last one, that itself while it is as it was made: the steps that were
@@ -195,7 +199,7 @@ def _make_again(changes: Sequence[Change], held: dict[int, Any]) -> None:
         )
     held.update((number, object.__new__(type(one))) for number, (one, _) in made.items())
     for number, (_, own) in made.items():
-        items = [_left(item, held) for item in own.items]
+        items = [_left(item, held, lifted) for item in own.items]
         put_attributes(held[number], dict(zip(own.keys, items, strict=True)))
 
 
@@ -218,11 +222,11 @@ def latest(frozen: Any) -> Any:
     return with_leaves(frozen, lambda leaf: leaf.latest() if isinstance(leaf, StandIn) else leaf)
 
 
-def _left(new: Any, held: dict[int, Any]) -> Any:
+def _left(new: Any, held: dict[int, Any], lifted: Sequence[Any]) -> Any:
     """The value to leave, in the containers that are there; in new ones where forward made them."""
     if not isinstance(new, Frozen):
-        return held[id(new)] if id(new) in held else latest(new)
-    again = replace(new, items=tuple([_left(item, held) for item in new.items]))
+        return held[id(new)] if id(new) in held else latest(value_of(new, lifted))
+    again = replace(new, items=tuple([_left(item, held, lifted) for item in new.items]))
     known = held.get(id(new.container))
     if known is None:
         known = held[id(new.container)] = thaw(again)
@@ -230,9 +234,10 @@ def _left(new: Any, held: dict[int, Any]) -> Any:
     return put_back(replace(again, container=known))
 
 
-def change_of(noted: Noted) -> Change:
+def change_of(noted: Noted, compute: Callable[[Any], Computed]) -> Change:
     """The change of a place from what was there first to what is there now, be it none."""
-    return Change(noted.place, noted.first, freeze(noted.place.read()), noted.is_read)
+    new = freeze(noted.place.read())
+    return _with_numbers(Change(noted.place, noted.first, new, noted.is_read), compute)
 
 
 def changes_of(
@@ -367,12 +372,15 @@ def put_all_back(noted: Iterable[Noted]) -> None:
 
 
 def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:
-    """A change to a number, with how it is made; one in something else must not be of values."""
-    if isinstance(change.new, SYMBOLIC):
-        return replace(change, new=compute(change.new))
+    """A change, with how the numbers in it are made; those in objects must not be of values."""
+
+    def number(leaf: Any) -> Any:
+        return compute(leaf) if isinstance(leaf, SYMBOLIC) else leaf
+
     # Read or not: the script may look at it.
-    holds(change.new, lambda leaf: isinstance(leaf, SYMBOLIC) and compute(leaf) is None)
-    return change
+    holds(change.new, lambda leaf: number(leaf) is None)
+    made = tuple((one, with_leaves(own, number)) for one, own in change.made)
+    return replace(change, new=with_leaves(change.new, number), made=made)
 
 
 def holds(value: Any, test: Callable[[Any], bool], depth: int = 3) -> bool:
@@ -416,8 +424,6 @@ def _is_noted(one: Noted, difference: ValueDifference, noted: Mapping[Any, Noted
 
 def _can_be_left(change: Change) -> bool:
     """Whether a change is one of values; tensors without values that nobody reads may go."""
-    if isinstance(change.new, Computed):
-        return True
     if _has_fake_key(change.new):
         raise CaptureError(
             f"network or loss puts a tensor into {change.place.label} as a key; the captured graph "
@@ -425,8 +431,6 @@ def _can_be_left(change: Change) -> bool:
             f"  {change.place.source}\n"
             f"  Fix: take its name as the key, or put it there before the first step."
         )
-    if any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC)):
-        return False
     if not holds(change.new, _is_fake):
         return True
     is_in_object = not any_leaf(change.new, _is_fake)  # where no buffer stands for it

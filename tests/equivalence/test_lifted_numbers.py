@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,17 @@ class Net(nn.Module):
         return made
 
 
+class LeavesNumbers(Net):
+    """Leaves what it makes of a number in new containers, and in a new object."""
+
+    latest: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, half = super().forward(x), self.n / 2
+        self.latest = [self.n, {"half": (half, "of the latest")}, SimpleNamespace(n=self.n + 1)]
+        return made
+
+
 class Captures:
     """Counts them.
 
@@ -199,6 +211,30 @@ def test_a_number_that_changes_at_each_step_has_few_captures(
     )
     if use.captures is not None:
         assert captures.number <= use.captures
+
+
+def test_numbers_in_what_a_step_leaves_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value took a capture, where the number stood in a container or an object."""
+    use, captures = USES["float"], Captures(monkeypatch)
+
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        if step:
+            own, halves, there = net.latest
+            assert (own, *halves["half"]) == (net.n, net.n / 2, "of the latest")
+            assert [type(own), there.n] == [float, net.n + 1]
+        net.n = use.values(step)
+
+    assert_same_bits(
+        lambda: LeavesNumbers(use),
+        batches_of(4, 3),
+        steps=8,
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=change,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+    assert captures.number <= 3
 
 
 WRITES: dict[str, Callable[[Any, int], Any]] = {

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from alone_helpers import assert_as_alone
 from equivalence_helpers import batches_of, rows_against_target
+from plain_model import PlainModel
+from recovery_helpers import threads_as_workers
 from simulated.equivalence import assert_same_bits
 from torch import nn
 
+import graphsplit as gs
 from graphsplit.errors import OwnershipError
 
+assert threads_as_workers
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")
 
 
@@ -131,3 +138,45 @@ def test_what_is_needed_with_two_values_at_once_is_refused() -> None:
 
     with pytest.raises(OwnershipError, match=r"has taken|has put into .* what it had taken from"):
         assert_same(change)
+
+
+class Counts(nn.Module):
+    """Counts beside the tensors that it keeps, in one list and in one dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.pair: list[Any] = [torch.ones(4), 1]
+        self.table: dict[str, Any] = {"mean": torch.ones(4), "rate": 0.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x)) + 0.1 * self.pair[0] * self.pair[1]
+        h = h + self.table["mean"] * self.table["rate"]
+        self.pair[0], self.table["mean"] = h.detach().mean(0), h.detach().std(0)
+        self.pair[1] += 1
+        self.table["rate"] *= 0.9
+        out: torch.Tensor = self.second(h)
+        return out
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_numbers_beside_what_the_script_has_taken_are_numbers(
+    microbatches: int, threads_as_workers: None
+) -> None:
+    """Once they were lifted, they were symbols."""
+
+    def train(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Counts()
+        place(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        model, found = make(net, F.mse_loss, optimizer, microbatches=microbatches), []
+        for _ in range(7):
+            found.append(model.train_step(torch.randn(8, 3), torch.randn(8, 4)))
+            taken = net.pair[0], net.table["mean"]
+            numbers = [net.pair[1], net.table["rate"]]
+            found += copy.deepcopy([numbers, *map(type, numbers)])
+        assert all(isinstance(one, torch.Tensor) for one in taken)
+        return copy.deepcopy(found)
+
+    assert_as_alone(lambda: train(PlainModel), lambda: train(gs.Model))

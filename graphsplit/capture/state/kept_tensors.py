@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.capture.numbers.lifted import computed
 from graphsplit.capture.state.assigned_buffers import Assigned, AssignedBuffers
 from graphsplit.capture.state.handed import (
     Handed,
@@ -279,8 +280,8 @@ class KeptTensors:
         """The buffers that get new tensors, with what is left in the places of these."""
         own, named = buffers_of(self._network), [(names.get(id(item.value)), item) for item in left]
         new = [(name, item.place) for name, item in named if name and item.value is not own[name]]
-        left_at = {place.identity: places[place.identity] for _, place in new}
-        return Renewed(frozenset(dict(new)), tuple(map(change_of, left_at.values())))
+        changes = {p.identity: change_of(places[p.identity], computed) for _, p in new}
+        return Renewed(frozenset(dict(new)), tuple(changes.values()))
 
     def _is_own(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer is a copy that nobody else holds."""
