@@ -14,17 +14,18 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
 from operator import is_
-from types import BuiltinMethodType, MappingProxyType, MethodWrapperType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from graphsplit.guards.classes import own_dictionary
+from graphsplit.frames import is_users
+from graphsplit.guards.classes import is_watchable, own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
 from graphsplit.guards.values import CONTAINERS, MISSING, SYMBOLIC, shown
 
@@ -35,6 +36,9 @@ _VIEWS: tuple[type, ...] = (
     type(_EMPTY.values()),
     type(_EMPTY.items()),
 )
+_OF_FUNCTIONS = frozenset(("__code__", "__defaults__", "__kwdefaults__"))
+OF_OBJECTS = frozenset(("__class__", "__dict__"))
+FIELDS = _OF_FUNCTIONS | OF_OBJECTS
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Packages whose objects keep what they were given in a dictionary of attributes. Those that draw
 # random numbers are looked at when they do; annotations hold nothing.
@@ -71,6 +75,23 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
         held = getattr(value, "__dict__", None)
         if type(held) is dict:
             yield itself(held, f"the attributes of {label}")
+
+
+def kept_fields(value: Any, names: Set[str]) -> Iterator[Place]:
+    """The places that Python itself keeps for a function or object of the user's.
+
+    Args:
+        value: The function or object.
+        names: Those of such places that are asked for.
+    """
+    if isinstance(value, FunctionType):
+        found = names & _OF_FUNCTIONS if is_users(value.__code__.co_filename) else ()
+    else:
+        is_thing = isinstance(value, nn.Module) or is_watchable(type(value))
+        found = names & OF_OBJECTS if is_thing else ()
+    for name in sorted(n for n in found if hasattr(value, n)):
+        of = getattr(value, "__qualname__", type(value).__name__)
+        yield Place(PlaceKind.FIELD, value, name, f"{name} of {of}")
 
 
 def hidden_values(value: Any) -> Iterator[Any]:

@@ -21,14 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from types import (
-    CodeType,
-    FrameType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +45,7 @@ from graphsplit.guards.classes import (
     tracing,
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
-from graphsplit.guards.hidden import cached_results, names_place
+from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
 from graphsplit.guards.visitor import (
@@ -429,7 +422,7 @@ class ReadRecorder(ValueVisitor):
             return
         place = self._place_of(one, held, name, MISSING)
         if place is not None:
-            self.note(place, is_read=False)
+            self.note(place, is_read=name in OF_OBJECTS)  # of each that is used, guards read them
             self.noted[place.identity].is_written = True
 
     def _place_of(self, one: Any, held: Any, name: str, value: Any) -> Place | None:
@@ -438,6 +431,8 @@ class ReadRecorder(ValueVisitor):
         if module is not None and is_torchs(module[0], name):
             return None
         label = f"{self._label_of(one)}.{name}"
+        if name in OF_OBJECTS:
+            return Place(PlaceKind.FIELD, one, name, label, self._where(held)[0])
         if held is not None and (name in held or value is MISSING):
             if value is MISSING and slot_of(type(one), name) is not None:
                 return Place(PlaceKind.SLOT, one, name, label, self._where(held)[0])

@@ -1,4 +1,7 @@
-"""What code kept whole keeps in objects of Python's own: as often changed as in eager mode."""
+"""Code kept whole keeps state in objects of Python's own, and in what Python keeps of others.
+
+It is as often changed as in eager mode.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,78 @@ def _put_in_metaclass(held: Any, n: int) -> None:
     type(held).n = n
 
 
+class One:
+    n = 1
+
+
+class Two:
+    n = 2
+
+
+class Three:
+    n = 3
+
+
+class Four:
+    n = 4
+
+
+def _put_class(held: Any, n: int) -> None:
+    held.__class__ = (One, Two, Three, Four)[(n - 1) % 4]
+
+
+def _put_attributes(held: Any, n: int) -> None:
+    held.__dict__ = {"n": n}
+
+
+def _with_default() -> Any:
+    def default(n: int = 1, *, more: int = 0) -> int:
+        return n + more
+
+    return default
+
+
+def _put_defaults(held: Any, n: int) -> None:
+    held.__defaults__ = (n - held.__kwdefaults__["more"],)
+
+
+def _put_keyword_default(held: Any, n: int) -> None:
+    held.__kwdefaults__["more"] = n - held.__defaults__[0]
+
+
+def _put_keyword(held: Any, n: int) -> None:
+    held.keywords["n"] = n
+
+
+class Slotted:
+    __slots__ = ("m", "n")
+
+
+def _put_slot(held: Any, n: int) -> None:
+    name, other = ("n", "m") if n % 2 else ("m", "n")
+    setattr(held, name, n)
+    if hasattr(held, other):
+        delattr(held, other)
+
+
+def _slotted() -> Any:
+    made = Slotted()
+    made.n = 1
+    return made
+
+
+def _slot(held: Any) -> int:
+    found: int = held.n if hasattr(held, "n") else held.m
+    return found
+
+
 KINDS: dict[str, Callable[[], Kept]] = {
+    "class": lambda: Kept(One(), lambda held: held.n, _put_class),
+    "attributes": lambda: Kept(Key(), lambda held: vars(held).get("n", 1), _put_attributes),
+    "defaults": lambda: Kept(_with_default(), lambda held: held(), _put_defaults),
+    "keyword default": lambda: Kept(_with_default(), lambda held: held(), _put_keyword_default),
+    "keyword": lambda: Kept(partial(_with_default(), n=1), lambda held: held(), _put_keyword),
+    "slots": lambda: Kept(_slotted(), _slot, _put_slot),
     "namespace": lambda: Kept(argparse.Namespace(n=1), lambda held: held.n, _put_attribute),
     "local": lambda: Kept(threading.local(), lambda held: getattr(held, "n", 1), _put_attribute),
     "dictionary": lambda: Kept(UserDict(n=1), _entry, _put_entry),
@@ -108,6 +182,8 @@ KINDS: dict[str, Callable[[], Kept]] = {
     "rate": lambda: Kept(_optimizer(), lambda held: held.param_groups[0]["lr"], _put_rate),
     "variable": lambda: Kept(ContextVar("n", default=1), ContextVar.get, ContextVar.set),
 }
+
+OF_PYTHON = ("class", "attributes", "defaults", "keyword default", "keyword", "slots")
 
 
 class Whole(nn.Module):
@@ -146,8 +222,13 @@ class Around(nn.Module):
 def _losses(
     make: Callable[..., Any], kept: Kept, microbatches: int, *, counts: bool
 ) -> list[float]:
+    return _losses_of(Around(kept, counts=counts), make, microbatches)
+
+
+def _losses_of(net: Any, make: Callable[..., Any], microbatches: int) -> list[float]:
     torch.manual_seed(0)
-    net = Around(kept, counts=counts)
+    for layer in (module for module in net.modules() if isinstance(module, nn.Linear)):
+        layer.reset_parameters()
     net.first.place("MS_WORKER", 0)
     net.whole.place("MS_WORKER", 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -162,6 +243,31 @@ def _losses(
 def test_a_call_counts_as_often_as_in_eager_mode(kind: str, microbatches: int) -> None:
     def losses(make: Callable[..., Any]) -> list[float]:
         return _losses(make, KINDS[kind](), microbatches, counts=True)
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
+
+
+class Captured(nn.Module):
+    """Counts in its own forward, around parts on two workers."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.first, self.whole, self.kept = nn.Linear(8, 8), nn.Linear(8, 8), kept
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        kept, values = self.kept, self.first(values)
+        kept.put(kept.held, kept.get(kept.held) + 1)
+        made: torch.Tensor = self.whole(values / kept.get(kept.held))
+        return made
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("kind", sorted(OF_PYTHON))
+def test_forward_counts_as_often_as_in_eager_mode(kind: str, microbatches: int) -> None:
+    def losses(make: Callable[..., Any]) -> list[float]:
+        return _losses_of(Captured(KINDS[kind]()), make, microbatches)
 
     assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
 

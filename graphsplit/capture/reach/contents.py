@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import pickle
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,16 @@ from graphsplit.errors import CaptureError
 from graphsplit.guards.values import fill_set, keys_of, values_of
 
 MAX_COPIED = 1 << 24  # octets of an array
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
+    type(iter(range(0))),
+    type(reversed([])),
+    enumerate,
+    zip,
+    map,
+    filter,
+    types.GeneratorType,
+)
 NOTHING: Any = object()  # in an empty cell, or a global that was deleted
 
 
@@ -39,11 +50,11 @@ def octets_in(value: Any) -> Any:
     return pickle.dumps(value)
 
 
-def set_slots(value: Any, noted: dict[str, Any]) -> None:
-    """Let slots hold what they held."""
-    for slot, held in noted.items():
-        if held is not NOTHING:
-            object.__setattr__(value, slot, held)
+def set_slots(value: Any, slots: Iterable[str], noted: dict[str, Any]) -> None:
+    """Let slots hold what they held, those that are not noted nothing."""
+    for slot in slots:
+        if slot in noted:
+            object.__setattr__(value, slot, noted[slot])
         elif hasattr(value, slot):
             object.__delattr__(value, slot)
 
@@ -67,6 +78,11 @@ def refill(value: Any, noted: Any) -> None:
         return
     value.clear()
     (value.extend if isinstance(value, collections.deque) else value.update)(noted)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether this is an iterator of Python's own, or a generator."""
+    return isinstance(value, _ITERATORS) or type(value).__module__ == "itertools"
 
 
 def position_of(iterator: Any) -> Any:

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphsplit.capture.reach.contents import is_iterator
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.names import names_in
-from graphsplit.capture.reach.reach import Walk, is_iterator
+from graphsplit.capture.reach.reach import Walk
 from graphsplit.guards.values import BY_VALUE
 
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number

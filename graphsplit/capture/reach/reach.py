@@ -33,6 +33,7 @@ from graphsplit.capture.reach.contents import (
     NOTHING,
     content_of,
     held_in,
+    is_iterator,
     octets_in,
     position_of,
     refill,
@@ -51,7 +52,7 @@ from graphsplit.capture.reach.holders import (
 )
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
 from graphsplit.guards.code_facts import HUNG_THERE
-from graphsplit.guards.hidden import hidden_places
+from graphsplit.guards.hidden import FIELDS, hidden_places, kept_fields
 from graphsplit.guards.places import PlaceKind
 from graphsplit.guards.values import BY_VALUE, IN_C
 from graphsplit.torch_ext.attributes import (
@@ -86,16 +87,6 @@ _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BACKWARD = ("backward", "vjp")
 _ALL = slice(None)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-_ITERATORS: tuple[type, ...] = (
-    *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
-    type(iter(range(0))),
-    type(reversed([])),
-    enumerate,
-    zip,
-    map,
-    filter,
-    types.GeneratorType,
-)
 # What another thread changes meanwhile is not put back: it would wait for ever.
 _OF_THREADS = frozenset(("threading", "concurrent", "asyncio", "multiprocessing", "subprocess"))
 _HOOKING = frozenset(
@@ -131,6 +122,7 @@ class Walk:
         self._in_backward: list[Any] = []
         # Holds what it names, so that no other gets its number.
         self.seen: dict[int, Any] = {id(value): value for value in apart}
+        self._num_apart, self._stored = len(self.seen), frozenset[str]()
         self._waiting, self._visited = collections.deque[tuple[Any, str]](), None
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
@@ -141,6 +133,8 @@ class Walk:
             take = self._waiting.pop if self.most is None else self._waiting.popleft
             self._visited, name = take()
             self._visit(self._visited, name)
+        for value in list(self.seen.values())[self._num_apart :] if self._stored else ():
+            self._hold_fields(value)
         return self._found, self._in_backward
 
     def _push(self, value: Any, name: str) -> None:
@@ -153,6 +147,11 @@ class Walk:
         self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
     ) -> None:
         self._found.append(Holder(thing, name, read, write, of=self._visited))
+
+    def _hold_fields(self, value: Any) -> None:
+        """Hold what Python itself keeps of a value, and code sets: ``f.__defaults__ = (1,)``."""
+        for place in kept_fields(value, self._stored):
+            self._hold(("global", id(value), place.key), place.label, *at_place(place))
 
     def _hold_value(
         self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
@@ -176,7 +175,7 @@ class Walk:
             if not isinstance(value.__self__, types.ModuleType):
                 self._push(value.__self__, name)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
+            for part in (value.func, *value.args, value.keywords):
                 self._push(part, name)
             self._visit_attributes(value, name)
         elif isinstance(value, (staticmethod, classmethod)):
@@ -210,10 +209,11 @@ class Walk:
             return
         for value in function.__defaults__ or ():
             self._push(value, f"a default of {function.__qualname__}")
-        for value in (function.__kwdefaults__ or {}).values():
-            self._push(value, f"a default of {function.__qualname__}")
+        if function.__kwdefaults__ is not None:
+            self._visit_dict(function.__kwdefaults__, f"a default of {function.__qualname__}")
         code = function.__code__
         names = names_in(code)
+        self._stored |= names.stored & FIELDS
         for cell, cell_name in zip(function.__closure__ or (), code.co_freevars, strict=False):
             self._push(cell, cell_name)
             if isinstance(module := content_of(cell), types.ModuleType):
@@ -444,8 +444,8 @@ class Walk:
             self._hold(
                 value,
                 f"an attribute of {type(value).__name__}",
-                lambda: {slot: getattr(value, slot, NOTHING) for slot in slots},
-                lambda noted: set_slots(value, noted),
+                lambda: {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)},
+                lambda noted: set_slots(value, slots, noted),
             )
             for slot in slots:
                 self._push(getattr(value, slot, None), f"{type(value).__name__}.{slot}")
@@ -481,11 +481,6 @@ _SCRIPTED = (bool, int, float, str, list, dict, tuple)
 def _slots(kind: type) -> tuple[str, ...]:
     found = vars(kind).get("__slots__", ()) if not is_of_library(kind.__module__) else ()
     return (found,) if isinstance(found, str) else tuple(found)
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether this is an iterator of Python's own, or a generator."""
-    return isinstance(value, _ITERATORS) or type(value).__module__ == "itertools"
 
 
 def _copy(where: int, octets: bytes) -> None:

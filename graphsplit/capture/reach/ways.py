@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.reach.contents import is_iterator
 from graphsplit.capture.reach.holders import Holder
-from graphsplit.capture.reach.reach import Walk, is_iterator
+from graphsplit.capture.reach.reach import Walk
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES
 
 _MOST = 1 << 16  # holders on one walk: a loss may hold a trainer
@@ -126,6 +127,10 @@ class _NamedWalk(Walk):
         if not is_iterator(value):
             super()._visit(value, name)
         self._is_dead_end = False
+
+    def _hold_fields(self, value: Any) -> None:
+        self._arrive(self._to.get(id(value), ""))
+        super()._hold_fields(value)
 
     def _hold(
         self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
