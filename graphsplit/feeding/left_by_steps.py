@@ -26,14 +26,22 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.left_values import SAME, UNTOLD, Before, Known, learned, told
+from graphsplit.feeding.left_values import (
+    SAME,
+    UNTOLD,
+    Before,
+    Known,
+    learned,
+    learned_key,
+    told,
+    told_key,
+)
 from graphsplit.guards.values import MISSING, Frozen, freeze, reference_of, same
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere, resize
 from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.planning.python_values import can_be_written
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.tensor_meta import plain_meta, share_elements
 from graphsplit.torch_ext.attributes import storage_of, writes_of
@@ -135,18 +143,19 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
             is_new = not before.is_as_before(old[key], value)
         if not is_new and key in made:
             is_new = not same(made[key], told(value, known))
-        if not can_be_written(key):
+        name = told_key(key, known)
+        if name is UNTOLD:
             continue
         if is_new or (key in writes and writes[key] != writes_of(value)):
             sent = told(value, known, before)
             if sent is not UNTOLD:
                 is_filled = key in old and reference_of(old[key]) is value
-                yield [key, sent, not is_new, is_filled, key in moved]
+                yield [name, sent, not is_new, is_filled, key in moved]
         elif key in moved:
-            yield [key, SAME, False, True, True]
+            yield [name, SAME, False, True, True]
     for key in old.keys() - now.keys():
-        if can_be_written(key):
-            yield [key]
+        if (name := told_key(key, known)) is not UNTOLD:
+            yield [name]
 
 
 def _moved(old: Sequence[Any], now: Sequence[Any]) -> frozenset[Any]:
@@ -162,7 +171,8 @@ def _take(
         put_generator(holder.generator, news[0][1])
         return
     entries = {"": holder.tensor} if holder.tensor is not None else holder.entries()
-    for key, *value in news:
+    for name, *value in news:
+        key = learned_key(name, known)
         if value:
             there = entries.get(key, MISSING)
             new = learned(value[0], there, where, known, before, is_filled=value[2])

@@ -9,8 +9,15 @@ places of containers that stood there before (``self.table = dict(self.table)``)
 from __future__ import annotations
 
 import copy
-from collections import deque
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
+from datetime import timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,9 +27,11 @@ from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import ConfigurationError
-from graphsplit.guards.changes import containers_in, snapshots_in
+from graphsplit.guards.changes import snapshots_in
+from graphsplit.guards.classes import attributes_of, own_dictionary, put_attributes, slot_of
 from graphsplit.guards.values import (
     MISSING,
+    MUTABLE,
     Frozen,
     any_leaf,
     freeze,
@@ -34,6 +43,7 @@ from graphsplit.guards.values import (
     reference_of,
     same,
     thaw,
+    values_of,
 )
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.tensor_meta import DTYPES
@@ -43,9 +53,27 @@ UNTOLD: Any = object()
 _MARK = "\0left"
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
 SAME = [_MARK, "same"]  # stands for what is there
-_MAPPING = "mapping"
+_MAPPING, _MEMBER, _WAS_MADE = "mapping", "member", "made"
+_NEW, _AGAIN = "new", "again"  # of what is new, and of what was sent before: two places hold it
+_LIBRARIES = {one.__name__: one for one in (torch, torch.nn.functional, math)}
+# Classes whose objects are made of other values: of which, and how.
+_MADE: Any = (
+    (range, lambda one: (one.start, one.stop, one.step), range),
+    (slice, lambda one: (one.start, one.stop, one.step), slice),
+    (torch.Size, lambda one: ([*one],), torch.Size),
+    (Fraction, lambda one: (one.numerator, one.denominator), Fraction),
+    (Decimal, lambda one: (str(one),), Decimal),
+    (timedelta, lambda one: (one.days, one.seconds, one.microseconds), timedelta),
+    (partial, lambda one: (one.func, one.args, one.keywords), lambda f, a, k: partial(f, *a, **k)),
+)
+_MADE_OF = {kind.__name__: (kind, parts, make) for kind, parts, make in _MADE}
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
-_DEEPEST = 4
+# Classes from which users derive their own, in the order in which they are looked for.
+_BASES = (bool, int, float, complex, str, bytes, tuple, frozenset, list, dict, set, deque)
+_IMMUTABLE = _BASES[:8]
+_OF_LIBRARIES = {kind.__name__: kind for kind in (Counter, OrderedDict, SimpleNamespace)}
+_USUAL = {kind.__new__ for kind in (object, list, dict, set, deque, *_OF_LIBRARIES.values())}
+_DEEPEST = 5
 
 
 class Known:
@@ -128,6 +156,9 @@ class Before:
 
     def __init__(self, held: Mapping[Any, Frozen], copied: Container[Any], known: Known) -> None:
         self._known = known
+        self._sent: list[Any] = []
+        self._numbers: dict[int, int] = {}  # by identity
+        self.arrived: dict[int, Any] = {}  # something new, by its number where it was sent
         self._snapshots = {
             (name, key): [*snapshots_in(item)][name in copied :]
             for name, of_one in held.items()
@@ -141,6 +172,22 @@ class Before:
             for number, one in enumerate(snapshots):
                 place = [name, key, number, type(one.container).__name__]
                 self._first.setdefault(id(one.container), (place, one))
+
+    def number_of(self, value: Any) -> int | None:
+        """The number under which something new was sent already."""
+        return self._numbers.get(id(value))
+
+    def add(self, value: Any) -> int:
+        """Number something new that is sent."""
+        self._sent.append(value)
+        self._numbers[id(value)] = len(self._sent) - 1
+        return len(self._sent) - 1
+
+    def forget(self, first: int) -> None:
+        """Number nothing from there on: it is not sent after all."""
+        for value in self._sent[first:]:
+            del self._numbers[id(value)]
+        del self._sent[first:]
 
     def place_of(self, value: Any) -> list[Any] | None:
         """The place of a container; None for one that others may not have, and anything else."""
@@ -172,10 +219,14 @@ class Before:
             container = was.container
             if not self.has_changed(was, container):
                 continue
-            keys = [*keys_of(container)] if is_mapping(container) else []
+            keys = (
+                [told_key(key, self._known) for key in keys_of(container)]
+                if is_mapping(container)
+                else []
+            )
             items = [*items_of(container)] if was.content is None else [thaw(freeze(container))]
             sent = [told(item, self._known, self) for item in items]
-            if all(map(can_be_written, keys)) and not any(one is UNTOLD for one in sent):
+            if not any(one is UNTOLD for one in (*keys, *sent)):
                 found.append([place, keys, sent])
         return found
 
@@ -190,7 +241,8 @@ class Before:
                 for one, old in zip(sent, there, strict=False)
             ]
             if was.content is None:
-                put_back(Frozen(was.container, tuple(items), tuple(keys)))
+                own = [learned_key(key, self._known) for key in keys]
+                put_back(Frozen(was.container, tuple(items), tuple(own)))
             else:
                 put_into(freeze(items[0]), was.container)
 
@@ -205,45 +257,100 @@ class Before:
 
 def told(value: Any, known: Known, before: Before | None = None, depth: int = 0) -> Any:
     """A value as it is sent; ``UNTOLD`` where it cannot be."""
-    if (name := known.name_of(value)) is not None:
-        return [_MARK, _THERE, name]
+    if (known_as := known.name_of(value)) is not None:
+        return [_MARK, _THERE, known_as]
     if before is not None and (place := before.place_of(value)) is not None:
         return [_MARK, _BEFORE, place]
+    if before is not None and (number := before.number_of(value)) is not None:
+        return [_MARK, _AGAIN, number]
+    kind: Any = type(value)
+    if (known_as := known.name_of(kind)) is not None and isinstance(value, Enum):
+        is_named = value.name in kind.__members__  # flags put together are their number
+        return [_MARK, _MEMBER, known_as, is_named, value.name if is_named else value.value]
     instead = value if can_be_written(value) else UNTOLD
-    if instead is value and not _is_known_inside(value, known, before):
-        return value
-    kind, keys = type(value), []
+    if instead is value and not _is_told_apart(value, known, before):
+        if before is None or not isinstance(value, MUTABLE):
+            return value
+        return [_MARK, _NEW, value, before.add(value)]
+    keys: list[Any] = []
+    name: Any = kind.__name__
     if kind in (torch.Tensor, nn.Parameter) and value.is_cpu and value.dtype in DTYPES.values():
         if value.layout is not torch.strided:
             return UNTOLD
         shape = [*value.shape] if value.requires_grad else None
-        return [_MARK, _TENSOR, value.detach() if shape is None else value.new_empty(()), shape]
-    if kind.__name__ in _SEQUENCES or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        name, keys, parts = kind.__name__, [value.maxlen] if kind is deque else [], [*value]
-    elif kind is dict and all(map(can_be_written, value)):
-        name, keys, parts = _MAPPING, [*value], [*value.values()]
+        sent = value.detach() if shape is None else value.new_empty(())
+        return [_MARK, _TENSOR, sent, shape, before.add(value) if before is not None else 0]
+    own_name = str(getattr(value, "__name__", ""))
+    for module, library in _LIBRARIES.items():
+        if callable(value) and getattr(library, own_name, None) is value:
+            return [_MARK, "library", module, own_name]
+    if name in _MADE_OF and _MADE_OF[name][0] is kind:
+        name, keys, parts = _WAS_MADE, [name], [*_MADE_OF[name][1](value)]
+    elif name in _SEQUENCES and _SEQUENCES[name] is kind:
+        keys, parts = [value.maxlen] if kind is deque else [], [*value]
+    elif kind is dict:
+        name, keys, parts = _MAPPING, [told_key(k, known) for k in value], [*value.values()]
     elif _is_plain_object(value):
-        name, keys, parts = known.name_of(kind), [*vars(value)], [*vars(value).values()]
-        name = [kind.__qualname__ if name is None else name]
+        attributes = attributes_of(value) or {}
+        name = [kind.__qualname__ if known_as is None else known_as]
+        keys, parts = [*attributes], [*attributes.values()]
+        if (content := _content_of(value)) is not None:
+            keys, parts = [*keys, ""], [*parts, content]
     else:
         return instead
-    if depth == _DEEPEST:
+    if depth == _DEEPEST or any(key is UNTOLD for key in keys):
         return instead
+    number = before.add(value) if before is not None else 0
     sent = [told(part, known, before, depth + 1) for part in parts]
-    return instead if any(part is UNTOLD for part in sent) else [_MARK, name, keys, sent]
+    if not any(part is UNTOLD for part in sent):
+        return [_MARK, name, keys, sent, number]
+    if before is not None:
+        before.forget(number)
+    return instead
 
 
-def _is_known_inside(value: Any, known: Known, before: Before | None) -> bool:
-    """Whether a value holds a container that other workers have, too."""
-    return any(
-        known.name_of(one) is not None or (before is not None and before.place_of(one) is not None)
-        for one in containers_in(freeze(value))
-    )
+def told_key(key: Any, known: Known) -> Any:
+    """A key as it is sent: one that is an object is told by its name. See ``told``."""
+    sent = key if can_be_written(key) and not isinstance(key, Enum) else told(key, known)
+    is_made = isinstance(sent, list) and sent[1] not in (_THERE, _MEMBER, "tuple")
+    return UNTOLD if is_made else sent
+
+
+def learned_key(sent: Any, known: Known) -> Any:
+    """The key that was sent."""
+    return learned(sent, None, "", known) if isinstance(sent, list) else sent
+
+
+def _content_of(value: Any) -> Any:
+    """The content of a value whose class is derived from one of Python's own, in one of these."""
+    base = next((base for base in _BASES if isinstance(value, base)), None)
+    if base is None:
+        return None
+    return dict(zip(keys_of(value), values_of(value), strict=True)) if base is dict else base(value)
+
+
+def _is_told_apart(value: Any, known: Known, before: Before | None) -> bool:
+    """Whether a plain value holds a container that others have, too, or that may be elsewhere.
+
+    Or a member of an enumeration: several may have one name.
+    """
+    inside = [*snapshots_in(freeze(value))]
+    if any(isinstance(one, Enum) for s in inside for one in (*s.keys, *s.items)):
+        return True
+    containers = [one.container for one in inside]
+    if before is None:
+        return any(known.name_of(one) is not None for one in containers)
+    own = [one for one in containers if one is not value]
+    return any(isinstance(one, MUTABLE) or before.place_of(one) is not None for one in own)
 
 
 def _is_plain_object(value: Any) -> bool:
-    is_thing = not isinstance(value, (type, torch.Tensor, nn.Module)) and not callable(value)
-    return is_thing and hasattr(value, "__dict__") and not is_of_library(type(value).__module__)
+    is_thing = not isinstance(value, (type, torch.Tensor, nn.Module))
+    kind = type(value)
+    is_users = not is_of_library(kind.__module__) or kind in (*_OF_LIBRARIES.values(), defaultdict)
+    is_users |= hasattr(kind, "_fields")  # a named tuple of a library's
+    is_own = isinstance(value, _BASES) and kind not in _BASES
+    return is_thing and is_users and (is_own or attributes_of(value) is not None)
 
 
 def learned(
@@ -269,38 +376,98 @@ def learned(
         ConfigurationError: It names an object that is not here.
     """
     match sent:
-        case ["\0left", "tensor", torch.Tensor() as tensor, shape]:
-            if isinstance(there, StandIn) and type(there) is not KeptValue:
-                return there  # it has an owner
-            if shape is None:
-                return tensor
-            return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
         case ["\0left", "same"]:
             return there
         case ["\0left", "there", name]:
             return known.there(name)
         case ["\0left", "before", place] if before is not None:
             return before.at(*place).container
-        case ["\0left", [name], list(keys), list(parts)]:
-            made = _object(name, there, known, is_filled=is_filled)
-            if made is None:
-                return there
-            old = dict(vars(made))
-            vars(made).clear()
-            for key, part in zip(keys, parts, strict=True):
-                vars(made)[key] = learned(part, old.get(key), where, known, before)
+        case ["\0left", "again", number] if before is not None:
+            return before.arrived[number]
+        case ["\0left", "member", kind, is_named, name]:
+            found = known.there(kind)
+            return found[name] if is_named else found(name)
+        case ["\0left", "library", str(module), str(name)]:
+            return getattr(_LIBRARIES[module], name)
+        case ["\0left", [name], list(keys), list(parts), number]:
+            contents = dict(zip(keys, parts, strict=True))
+            content = learned(contents.pop("", None), None, where, known, before)
+            kind = _class_of(name, there, known)
+            made = _object(kind, content, there, is_filled=is_filled)
+            if before is not None:
+                before.arrived[number] = made
+            if type(made) is kind:
+                _fill(made, contents, where, known, before)
             return made
-        case ["\0left", str(name), list(keys), list(parts)]:
-            return _container(name, keys, parts, there, where, known, before)
+        case ["\0left", *rest, number]:
+            made = _value(rest, there, where, known, before)
+            if before is not None:
+                before.arrived[number] = made
+            return made
     return sent
 
 
-def _object(name: Any, there: Any, known: Known, *, is_filled: bool) -> Any:
-    """The object to be filled; None where its class is not known here."""
-    if type(there).__qualname__ == name or known.name_of(type(there)) == name:
-        return there if is_filled else copy.copy(there)
-    kind, usual = known.named(name), object.__new__
-    return usual(kind) if isinstance(kind, type) and usual is kind.__new__ else None  # type: ignore[comparison-overlap]
+def _value(sent: Sequence[Any], there: Any, where: str, known: Known, before: Before | None) -> Any:
+    match sent:
+        case ["tensor", torch.Tensor() as tensor, shape]:
+            if isinstance(there, StandIn) and type(there) is not KeptValue:
+                return there  # it has an owner
+            if shape is None:
+                return tensor
+            return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
+        case ["new", value]:
+            return value
+        case ["made", [str(name)], list(parts)]:
+            return _MADE_OF[name][2](*[learned(p, None, where, known, before) for p in parts])
+    name, keys, parts = sent
+    return _container(name, keys, parts, there, where, known, before)
+
+
+def _class_of(name: Any, there: Any, known: Known) -> type | None:
+    """The class of this name on this worker; None where it is not known here."""
+    kind = type(there)
+    if kind.__qualname__ == name or known.name_of(kind) == name:
+        return kind
+    found = known.named(name)
+    return found if isinstance(found, type) else _OF_LIBRARIES.get(name)
+
+
+def _object(kind: Any, content: Any, there: Any, *, is_filled: bool) -> Any:
+    """An object of a class, to be filled; what is there, where that class is not known here.
+
+    Args:
+        kind: The class; None where it is not known.
+        content: The content of a container that it is.
+        there: What stands in its place here.
+        is_filled: Whether it is the object of before, with other contents.
+    """
+    if kind is not None and issubclass(kind, _IMMUTABLE):
+        base: Any = next(base for base in _BASES if issubclass(kind, base))
+        return base.__new__(kind, content)
+    if kind is type(there):
+        made = there if is_filled else copy.copy(there)
+    elif kind is not None and kind.__new__ in _USUAL:
+        made = kind.__new__(kind)
+    else:
+        return there
+    if isinstance(made, MUTABLE) and content is not None:
+        items = content.values() if isinstance(content, dict) else content
+        put_back(Frozen(made, tuple(items), tuple(content) if isinstance(content, dict) else ()))
+    return made
+
+
+def _fill(
+    made: Any, parts: Mapping[str, Any], where: str, known: Known, before: Before | None
+) -> None:
+    """Give an object its attributes, and no others."""
+    old = dict(attributes_of(made) or {})
+    if (held := own_dictionary(made)) is not None:
+        held.clear()
+    for name in old.keys() - parts.keys():
+        if (slot := slot_of(type(made), name)) is not None:
+            slot.__delete__(made)
+    for name, part in parts.items():
+        put_attributes(made, {name: learned(part, old.get(name), where, known, before)})
 
 
 def _container(
@@ -314,13 +481,10 @@ def _container(
 ) -> Any:
     if name == _MAPPING:
         old = there if isinstance(there, dict) else {}
-        pairs = zip(keys, parts, strict=True)
+        pairs = zip([learned_key(key, known) for key in keys], parts, strict=True)
         return {key: learned(part, old.get(key), where, known, before) for key, part in pairs}
     kind = type(there)
     held = [*there] if kind.__name__ == name else []
     held += [None] * (len(parts) - len(held))
     made = [learned(p, one, where, known, before) for p, one in zip(parts, held, strict=False)]
-    if name in _SEQUENCES:
-        return _SEQUENCES[name](made, *keys)
-    # A named tuple; the first one there may be of a class that is not known here.
-    return kind(*made) if kind.__name__ == name else there
+    return _SEQUENCES[name](made, *keys)

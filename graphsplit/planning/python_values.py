@@ -417,7 +417,7 @@ def can_be_written(value: Any, _inside: tuple[int, ...] = ()) -> bool:
         return is_plain_kind and all(can_be_written(part, inside) for part in parts)
     if isinstance(value, Enum):
         return is_known_member(value)
-    return value is MISSING or has_bits(value) or isinstance(value, _WRITTEN)
+    return value is MISSING or has_bits(value) or kind in _WRITTEN
 
 
 OF_VALUES = (SimpleNamespace, Counter, OrderedDict, dict, list, tuple, set, frozenset, deque)

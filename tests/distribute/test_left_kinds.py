@@ -1,0 +1,185 @@
+"""Values of many kinds that code kept whole leaves: the script finds them on every worker.
+
+Also where code that runs on one worker alone has made them, and holds one of them in two places.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from loop_helpers import Distribute, assert_same_bits, placed
+from recovery_helpers import threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+
+assert threads_as_workers
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
+
+Pair = namedtuple("Pair", "n mean")
+
+
+class Rows(list[Any]):
+    note = ""
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+class Row(tuple[Any, ...]):
+    pass
+
+
+class Step(int):
+    pass
+
+
+class Slotted:
+    __slots__ = ("mean", "n")
+
+    def __init__(self, n: int, mean: torch.Tensor) -> None:
+        self.n = n
+        if n > 1:
+            self.mean = mean
+
+
+class Called:
+    def __init__(self, n: int) -> None:
+        self.n, self.itself, self.rows = n, self, [self]
+
+    def __call__(self) -> int:
+        return self.n
+
+
+class Key:
+    pass
+
+
+KEY = Key()
+
+
+def _mode() -> Any:
+    class Mode(enum.Enum):
+        COLD, WARM = 1, 2
+
+    return Mode
+
+
+def _added(n: int, more: int = 0) -> int:
+    return n + more
+
+
+def _defaults(n: int) -> Any:
+    made: Any = defaultdict(list)
+    made["n"].append(n)
+    return made
+
+
+def _noted(n: int) -> Rows:
+    made = Rows([n, [n]])
+    made.note = "a" * n
+    return made
+
+
+# What each step leaves: of its number, a tensor, and what is the network's own.
+KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
+    "size": lambda n, mean, own: (mean.expand(n, -1).shape, slice(0, n), range(n)),
+    "numbers": lambda n, mean, own: [Fraction(n, 3), Decimal(n) / 7, timedelta(n), Step(n)],
+    "functions": lambda n, mean, own: {"f": (torch.tanh, math.sin)[n % 2], "class": Key},
+    "partial": lambda n, mean, own: partial(_added, n, more=n),
+    "lists": lambda n, mean, own: _noted(n),
+    "mappings": lambda n, mean, own: Table(n=n, mean=mean),
+    "tuples": lambda n, mean, own: [Row((n, mean)), Pair(n, mean)],
+    "ordered": lambda n, mean, own: OrderedDict(mean=mean, n=[n]),
+    "counted": lambda n, mean, own: SimpleNamespace(counts=Counter(a=n), mean=mean),
+    "slots": lambda n, mean, own: Slotted(n, mean),
+    "called": lambda n, mean, own: Called(n),
+    "mode": lambda n, mean, own: {own.modes.WARM: n, KEY: n, "now": [*own.modes][n % 2]},
+    "two places": lambda n, mean, own: [(one := [n]), {"again": one, "both": (mean, mean)}],
+    "two objects": lambda n, mean, own: [(one := Called(n)), {"again": one}, [one.rows]],
+}
+
+
+class Leaving(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.n = nn.Linear(8, 4), kind, 0
+        self.modes, self.classes = _mode(), (Row, Pair, Step, Rows, Table, Slotted, Called, Key)
+        self.left: Any = None
+        self.again: Any = None
+        self.kept = _defaults(0)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(values)
+        self.n += 1
+        self.left = KINDS[self.kind](self.n, made.detach().mean(0), self)
+        self.again = self.left
+        self.kept = defaultdict(list, self.kept)
+        self.kept[self.n].append(self.n)
+        return made * (1 + 0.1 * self.n)
+
+
+def look(*values: Any) -> list[Any]:
+    """All that a script could see: classes, numbers, tensors, and what is one and the same."""
+    numbers: dict[int, int] = {}
+
+    def shown(value: Any) -> Any:
+        if id(value) in numbers:
+            return numbers[id(value)]
+        if isinstance(value, torch.Tensor) or hasattr(value, "__dict__") or type(value) is list:
+            numbers[id(value)] = len(numbers)
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        inside: list[Any] = []
+        if isinstance(value, dict):
+            inside = [*value, *value.values()]
+        elif isinstance(value, (list, tuple)):
+            inside = [*value]
+        if isinstance(value, Slotted):
+            inside = [getattr(value, name, None) for name in ("n", "mean")]
+        elif isinstance(value, partial):
+            inside = [value.func, value.args, value.keywords]
+        elif not isinstance(value, (enum.Enum, type)) and not hasattr(value, "__code__"):
+            inside += (
+                [one for pair in vars(value).items() for one in pair]
+                if hasattr(value, "__dict__")
+                else []
+            )
+        name = repr(value) if not inside and " at 0x" not in repr(value) else ""
+        return [type(value).__name__, name, *map(shown, inside)]
+
+    return [shown(value) for value in values]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_leaves_is_found_on_every_worker(kind: str) -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        leaving = Leaving(kind)
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(leaving))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        net = distribute(net)
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            yield look(leaving.left, leaving.again, leaving.kept)
+            if kind == "mode":
+                yield [one in leaving.modes for one in leaving.left if isinstance(one, enum.Enum)]
+            with torch.no_grad():
+                yield net(torch.ones(2, 6)).tolist()
+            yield look(leaving.left, leaving.again)
+        yield net.state_dict()
+
+    assert_same_bits(loop, 2)
