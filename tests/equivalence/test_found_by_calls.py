@@ -23,6 +23,13 @@ assert threads_as_workers
 Code = Callable[[Any], object]
 
 
+def _given() -> Any:
+    def given(n: int = 1) -> int:
+        return n
+
+    return given
+
+
 class Held:
     """What a part and the code around it share."""
 
@@ -32,6 +39,7 @@ class Held:
         self.seen, self.spare = [1.0], []
         self.counts = {"whole": 0, "around": 0}
         self.pair = (0, [1.0])
+        self.table, self.given = {"seen": self.seen}, _given()
 
 
 class Whole(nn.Module):
@@ -124,6 +132,18 @@ def _keeps_a_tensor(held: Any) -> None:
     held.kept = torch.ones(2) if held.n < 4 else None
 
 
+def _adds_to_first(held: Any) -> None:
+    held.seen[0] += 1
+
+
+def _adds_what_it_looks_up(held: Any) -> None:
+    held.seen[0] = held.table["seen"][0] + 2
+
+
+def _raises_default(held: Any) -> None:
+    held.given.__defaults__ = (held.given() + 1,)
+
+
 def _counts_around(held: Any) -> None:
     held.counts["around"] = held.counts["around"] + 1
 
@@ -159,6 +179,11 @@ CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
         *(_nothing, _keeps_a_tensor),
         lambda held: 1 if held.kept is None else 2,
     ),
+    "one list in two places": (
+        *(_adds_to_first, _adds_what_it_looks_up),
+        lambda held: held.table["seen"][0],
+    ),
+    "a default": (_raises_default, _raises_default, lambda held: held.given()),
     "set by the first call": (_nothing, _sets_late, lambda held: getattr(held, "late", 1)),
 }
 

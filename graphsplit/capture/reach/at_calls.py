@@ -23,7 +23,7 @@ import torch
 
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
-from graphsplit.guards.changes import Change, Computed, holds, value_of
+from graphsplit.guards.changes import Change, Computed, holds, snapshots_in, value_of
 from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MUTABLE,
@@ -124,6 +124,8 @@ class FoundByCalls:
             self.are_other_after |= num_writers > 0
             for reached, line, seen in calls:
                 now, last = seen.get(identity, one.first), one.first
+                if identity not in seen:  # first used after the call
+                    now = _as_seen(now, seen.values())
                 if leaves:
                     last = freeze(one.place.read())
                 if holds(now, _is_tensor) and holds(last, _is_tensor):
@@ -139,6 +141,21 @@ class FoundByCalls:
         self.found = tuple(found)
         self.are_other_after |= any(one.is_first for one in found)
         self._calls.clear()
+
+
+def _as_seen(first: Any, seen: Iterable[Any]) -> Any:
+    """A snapshot in which containers hold what they held in others: one may be in two places."""
+    if not isinstance(first, Frozen):
+        return first
+    known = {id(one.container): one for value in seen for one in snapshots_in(value)}
+
+    def now(one: Any) -> Any:
+        if not isinstance(one, Frozen):
+            return one
+        held = replace(one, items=tuple(map(now, one.items)))
+        return known.get(id(one.container), held)
+
+    return now(first)
 
 
 def _is_other(was: Any, now: Any) -> bool:

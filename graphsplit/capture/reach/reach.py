@@ -53,7 +53,7 @@ from graphsplit.capture.reach.holders import (
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
 from graphsplit.guards.code_facts import HUNG_THERE
 from graphsplit.guards.hidden import FIELDS, hidden_places, kept_fields
-from graphsplit.guards.places import PlaceKind
+from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import BY_VALUE, IN_C
 from graphsplit.torch_ext.attributes import (
     BACKWARD_HOOKS,
@@ -151,7 +151,10 @@ class Walk:
     def _hold_fields(self, value: Any) -> None:
         """Hold what Python itself keeps of a value, and code sets: ``f.__defaults__ = (1,)``."""
         for place in kept_fields(value, self._stored):
-            self._hold(("global", id(value), place.key), place.label, *at_place(place))
+            self._hold_field(place)
+
+    def _hold_field(self, place: Place) -> None:
+        self._hold(("global", id(place.holder), place.key), place.label, *at_place(place))
 
     def _hold_value(
         self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
@@ -207,6 +210,9 @@ class Walk:
                 if not records or isinstance(content_of(cell), types.FunctionType):
                     self._push(cell, function.__qualname__)
             return
+        if function.__defaults__ is not None:
+            label = f"the defaults of {function.__qualname__}"
+            self._hold_field(Place(PlaceKind.FIELD, function, "__defaults__", label))
         for value in function.__defaults__ or ():
             self._push(value, f"a default of {function.__qualname__}")
         if function.__kwdefaults__ is not None:
