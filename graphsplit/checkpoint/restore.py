@@ -93,7 +93,7 @@ class NetworkLoader:
             sections = [source.values.get(name) for name in ("python", "attributes")]
             register_again(task.network, sections)
             names = self._source.tensors["training"]
-            _make_buffers_again(
+            make_buffers_again(
                 task, {n.removeprefix(OTHERS) for n in names if n.startswith(OTHERS)}
             )
         self._state = NetworkState({}, {}, {}, {})
@@ -219,8 +219,13 @@ def _as_loaded(
     return sorted(missing, key=module), sorted(unexpected, key=module)
 
 
-def _make_buffers_again(task: Task, saved: Collection[str]) -> None:
-    """Register saved tensors that are plain attributes still: capture had made them buffers."""
+def make_buffers_again(task: Task, saved: Collection[str]) -> None:
+    """Register tensors that are plain attributes still: capture had made them buffers.
+
+    Args:
+        task: Whose network and loss.
+        saved: The names of tensors that were state in another process.
+    """
     modules = {"": task.network}
     if isinstance(task.loss_fn, nn.Module):
         modules[LOSS_PATH] = task.loss_fn

@@ -46,7 +46,7 @@ _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
 # Attributes that were ever other than when a Model began, by their dictionary: of modules that have
 # several Models each has another beginning, and so has a process that comes back.
 _changed: set[tuple[int, str]] = set()
-LeftOut = list[tuple[dict[str, Any], str, Any]]
+Own = list[tuple[dict[str, Any], str, Any]]  # attributes, with their dictionaries
 _SCALARS = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 
@@ -151,15 +151,22 @@ class PlainState:
         put_requires_grad([named[name] for name in known], [marks[name] for name in known])
         return changed
 
-    def left_out(self, saved: Mapping[str, Any]) -> LeftOut:
-        """The contents of attributes that ``saved`` has left out, for this process alone."""
-        names = frozenset(saved["unsaved"])
-        return [
-            (held, key, freeze(value))
-            for path, held, _ in self._holders()
-            for key, value in held.items()
-            if f"{path}.{key}" in names
-        ]
+    def own(self, *, with_tensors: bool) -> Own:
+        """Attributes that only this process can have again: the very containers, with their contents.
+
+        And values that cannot be saved.
+
+        Args:
+            with_tensors: Whether ``saved`` holds tensors.
+        """
+        found = []
+        for _, held, _ in self._holders():
+            for key, value in held.items():
+                if _is_users(key) and not _is_atom(value):
+                    frozen = freeze(value)
+                    if isinstance(frozen, Frozen) or not self._is_saved(key, value, with_tensors):
+                        found.append((held, key, frozen))
+        return found
 
     def _delete(
         self, known: Collection[str], gone: Collection[str], saved: Mapping[str, Any]
@@ -241,9 +248,9 @@ class PlainState:
         return {name: parameter.requires_grad for name, parameter in self._parameters()}
 
 
-def put_left_out(left_out: LeftOut) -> None:
-    """Let attributes be as ``left_out`` found them."""
-    for held, key, frozen in left_out:
+def put_own(own: Own) -> None:
+    """Let attributes be as ``PlainState.own`` found them."""
+    for held, key, frozen in own:
         held[key] = put_back(latest(frozen))
 
 

@@ -207,6 +207,11 @@ class PythonValues:
             if known.place.module is not None and id(known.place.holder) not in there
         }
 
+    def containers(self) -> Values:
+        """Which containers stand where, and all ``apart``: only this process can have it again."""
+        now = {key: freeze(known.place.read()) for key, known in self._known.items()}
+        return {k: v for k, v in now.items() if isinstance(v, Frozen)} | self.apart()
+
     def kept(self) -> list[list[Any]]:
         """Values that are not as they were when first read, in a form that can be written.
 

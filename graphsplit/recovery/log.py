@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Resumption
 from graphsplit.checkpoint.states import Stateful
-from graphsplit.guards.values import with_leaves
+from graphsplit.guards.changes import containers_in
+from graphsplit.guards.values import freeze, with_leaves
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Elsewhere
-from graphsplit.planning.plain_attributes import LeftOut, put_left_out
 from graphsplit.planning.python_values import Numbers, Values
 from graphsplit.recovery.snapshot.optimizers import members_of, put_settings, settings_of
 from graphsplit.recovery.snapshot.share import Changed, ModelSnapshot
@@ -81,7 +81,6 @@ class ModelBefore:
         left_out: Tensors that live elsewhere, to which it has written: workers compare that.
         attributes: Plain attributes of the network and its loss that are other than before the
             first call, and which parameters are trained.
-        others: Attributes that hold something else, as lists with tensors.
         contents: What other objects, containers and closures hold that these lead to, where data
             sets and callbacks may change any in the call; else None.
         left: What code kept whole can change.
@@ -99,7 +98,6 @@ class ModelBefore:
     left: dict[str, Any]
     left_out: tuple[torch.Tensor, ...]
     attributes: dict[str, Any]
-    others: LeftOut
     contents: PlainContents | None = None
 
     @classmethod
@@ -108,7 +106,6 @@ class ModelBefore:
         given, changed = share.given(), share.changed_by_script()
         is_new = not given.is_same(share.given_before)
         contents = None if share.is_settled and is_step else share.built()
-        attributes = share.states.python.saved(with_tensors=not share.is_settled)
         return cls(
             share,
             share.given_before,
@@ -121,8 +118,7 @@ class ModelBefore:
             share.states.resumption,
             share.left.kept((share.engine.planner,), share.engine.group().rank),
             tuple(share.left_out()),
-            attributes,
-            share.states.python.left_out(attributes),
+            share.states.python.saved(with_tensors=not share.is_settled),
             None if is_step else contents,
         )
 
@@ -130,6 +126,12 @@ class ModelBefore:
     def needs_owners(self) -> bool:
         """Whether it can be put back only where the same workers own the same tensors."""
         return bool(self.changed or self.left_out) or any(self.states or ())
+
+    def containers(self) -> Iterator[Any]:
+        """All containers that network and loss lead to."""
+        yield from self.given.containers()
+        for value in self.python_values[0].values():
+            yield from containers_in(value)
 
     def put_back(self) -> None:
         """Let it be like that again."""
@@ -144,7 +146,6 @@ class ModelBefore:
         if self.contents is not None:
             self.contents.put_back()
         self.share.states.python.put(self.attributes)
-        put_left_out(self.others)
         values, numbers = self.python_values
         self.share.engine.planner.python_values.put(
             {key: with_leaves(v, partial(_present, moved)) for key, v in values.items()},
@@ -205,6 +206,29 @@ class Entry:
             put_callbacks_back(self.call.arguments[2], _copied(self.callbacks))
         put_loader(_loader_of(self.call), _copied(self.loader))
         set_all_generators(self.generators)
+
+
+def left_to_the_script(now: Entry, earlier: Iterable[Entry]) -> list[Any]:
+    """The contents of containers that network and loss led to, and before the latest call do not.
+
+    Nobody but the script changes them: calls that run again leave there what these did then.
+
+    Args:
+        now: The latest call.
+        earlier: The calls that may be run again.
+    """
+    there = {id(one) for before in now.models for one in before.containers()}
+    held = {id(one): one for entry in earlier for before in entry.models for one in _known(before)}
+    apart = there | held.keys()
+    return [
+        freeze(one, apart=apart - {number}) for number, one in held.items() if number not in there
+    ]
+
+
+def _known(before: ModelBefore) -> Iterator[Any]:
+    yield from before.containers()
+    for given in before.share.given_at.values():
+        yield from given.containers()
 
 
 def _loader_of(call: ModelCall) -> Any:

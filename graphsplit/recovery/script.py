@@ -34,10 +34,11 @@ from graphsplit.errors import (
     MembershipChangedError,
     StateError,
 )
+from graphsplit.guards.values import put_back
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall, Script
 from graphsplit.recovery.kinds import kind_of, loads_state
-from graphsplit.recovery.log import Entry, refuse_what_ends
+from graphsplit.recovery.log import Entry, left_to_the_script, refuse_what_ends
 from graphsplit.recovery.loops.anew import Successor
 from graphsplit.recovery.loops.script import BOTH, LoopScript
 from graphsplit.recovery.results import Memory, Results, pack, unpack
@@ -134,6 +135,7 @@ class RecoveringScript(Script):
         with self._job.reporting():
             for share in self._shares:
                 share.engine.planner.python_values.hide()
+                share.states.begin()  # also where its first call is given again
                 share.check_given()
         self._join()
         if self._place is not None and self._ordinal < self._place.first_needed:
@@ -231,7 +233,10 @@ class RecoveringScript(Script):
         while True:
             with suppress(MembershipChangedError):
                 return self._attempt(entry)
+            theirs = left_to_the_script(entry, self._entries.values())
             self._until_done(lambda: self._run_again(self._go_back(), entry), is_over=True)
+            for one in theirs:
+                put_back(one)
 
     def _attempt(self, entry: Entry) -> Any:
         """Run a call, note what it returned, and perhaps take a snapshot."""

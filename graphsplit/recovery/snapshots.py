@@ -367,7 +367,7 @@ class Snapshots(Parts):
     def _put_back(self, share: ModelSnapshot, place: ScriptPoint) -> None:
         assert self._part is not None
         if not share.is_settled and (owners := self.owners_of(share.index)):
-            share.engine.planner.adopt(owners)
+            share.adopt(owners)
         share.go_on_with(share.given_at.get(place.number, share.given()))
         share.put_back(self._part, inside=self._is_inside(share, place))
 

@@ -73,6 +73,7 @@ class Program:
             first, second = slots[:2]
             slots[1] = Slot(second.name, first.kind, second.home, first.cls)
         self._slots = slots
+        self._text = ""
 
     def keep_to_the_network(self) -> None:
         """Let nothing hang in globals, classes or functions, which threads share."""
@@ -81,8 +82,11 @@ class Program:
 
     def text(self) -> str:
         """The program. Its ``main`` yields what is to be compared."""
-        parts = (self._part(), self._helper(), self._network(), self._loss(), self._script())
-        return "\n".join([BEGINNING, *(line for part in parts for line in ("", *part))]) + "\n"
+        if not self._text:  # it is drawn once
+            parts = (self._part(), self._helper(), self._network(), self._loss(), self._script())
+            lines = [BEGINNING, *(line for part in parts for line in ("", *part))]
+            self._text = "\n".join(lines) + "\n"
+        return self._text
 
     def _slot(self, name: str, homes: tuple[str, ...]) -> Slot:
         draw = self._draw
@@ -250,7 +254,7 @@ class Program:
             if self.has_own_loop
             else f"model = make(net, loss_fn, optimizer, {self.microbatches})",
             "self, h = net, torch.ones(2, 4)",
-            "roots = KEPT, net, G, TABLE, Net, helper, loss_fn, net.held, net.part",
+            "roots = net, G, TABLE, Net, helper, loss_fn, net.held, net.part, KEPT",
         ]
         containers = [slot for slot in self._slots if KINDS[slot.kind].is_container]
         kept: list[Slot] = []

@@ -22,6 +22,7 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.forms import forget_waiting_forms, kept_forms, put_forms
+from graphsplit.checkpoint.restore import make_buffers_again
 from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.packed import FlatTensors
@@ -29,6 +30,7 @@ from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere, is_elsewhere
+from graphsplit.planning.plain_attributes import put_own
 from graphsplit.planning.task import (
     Task,
     materialize_all,
@@ -142,14 +144,16 @@ class ModelSnapshot:
 
     def given(self) -> Given:
         """The loss, the optimizer and the network's parts that it has now."""
-        apart = self.engine.planner.python_values.apart()
-        return Given(self.task.loss_fn, self.task.optimizer, tables_of(self.task), apart)
+        task, read = self.task, self.engine.planner.python_values.containers()
+        own = self.states.python.own(with_tensors=not self.is_settled)
+        return Given(task.loss_fn, task.optimizer, tables_of(task), own, read)
 
     def go_on_with(self, given: Given) -> None:
         """Let it have another loss, optimizer and network, as if the script had given them."""
         for tables in given.tables:
             tables.put()
-        self.engine.planner.python_values.put(given.apart)
+        put_own(given.own)
+        self.engine.planner.python_values.put(given.read)
         if not given.is_same(self.task):
             self.task.loss_fn, self.task.optimizer = given.loss_fn, given.optimizer
             self.engine.renew()
@@ -349,6 +353,11 @@ class ModelSnapshot:
         self.engine.set_counters(sections["engine"])
         self.states.go_back(sections, inside=inside)
         self.note_versions()
+
+    def adopt(self, owners: Mapping[str, int]) -> None:
+        """Take the owners that other workers have fixed, in a process that has no plan yet."""
+        make_buffers_again(self.task, owners)
+        self.engine.planner.adopt(owners)
 
     def let_go(self) -> None:
         """Other workers are there: forget owners, and have memory for everything."""

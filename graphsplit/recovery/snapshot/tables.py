@@ -18,7 +18,8 @@ from torch import nn
 
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.capture.state.older_values import settle_older
-from graphsplit.guards.changes import latest
+from graphsplit.guards.changes import containers_in, latest
+from graphsplit.planning.plain_attributes import Own
 from graphsplit.planning.python_values import Values
 from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS, NOT_SAVED, TABLES
@@ -131,17 +132,24 @@ class Given(NamedTuple):
         loss_fn: The loss.
         optimizer: The optimizer, or several.
         tables: What hangs where in network and loss.
-        apart: The values of what hangs nowhere now; see ``PythonValues``.
+        own: The containers in attributes, and other values that no snapshot holds.
+        read: The containers in other places; and values of what hangs nowhere now.
     """
 
     loss_fn: Any
     optimizer: Any
     tables: Tables
-    apart: Values
+    own: Own
+    read: Values
 
     def is_same(self, other: Given | Task) -> bool:
         """Whether these are the same loss and optimizers."""
         return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
+
+    def containers(self) -> Iterator[Any]:
+        """All containers that it knows."""
+        for value in (*(frozen for *_, frozen in self.own), *self.read.values()):
+            yield from containers_in(value)
 
     def done_again(self, before: Given) -> tuple[Given, dict[int, torch.Tensor]]:
         """The script's changes since what it had before, made to what is there now.
