@@ -152,7 +152,7 @@ class PlainState:
         return changed
 
     def own(self, *, with_tensors: bool) -> Own:
-        """Attributes that only this process can have again: the very containers, with their contents.
+        """Attributes that only this process can have again: the very containers, and their contents.
 
         And values that cannot be saved.
 

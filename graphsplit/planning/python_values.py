@@ -44,6 +44,7 @@ from graphsplit.guards.values import (
 )
 from graphsplit.planning.recordings import Recordings
 from graphsplit.planning.task import Task
+from graphsplit.tensor_meta import has_same_bits
 
 _MAX_LOSSES = 64  # that the script has given, one after the other; as many as recordings are kept
 Values = dict[Any, Any]  # by identity of a place
@@ -280,7 +281,8 @@ class PythonValues:
             self._known.setdefault(place.identity, _Known(place, _UNKNOWN, loss))
             first = values.get(place.identity, _UNKNOWN)
             there = _scalars_in(freeze(place.read()) if first is _UNKNOWN else first)
-            frozen = with_leaves(freeze(value), partial(_read, there, put, numbers))
+            known = _tensors_in(freeze(place.read()))
+            frozen = with_leaves(freeze(value), partial(_read, there, known, put, numbers))
             frozen = with_stand_ins(frozen, self._task.network)
             values[place.identity] = frozen if is_there else MISSING
         self._put_written(values, numbers)
@@ -365,8 +367,20 @@ def _is_below_root(label: str) -> bool:
 
 
 def _is_kept(frozen: Any) -> bool:
-    frozen = with_leaves(frozen, number_of)
+    frozen = with_leaves(frozen, lambda leaf: None if _is_own_tensor(leaf) else number_of(leaf))
     return is_plain(frozen) and can_be_written(thaw(frozen))
+
+
+def _is_own_tensor(leaf: Any) -> bool:
+    """Whether this is a tensor of the script's, with a value here."""
+    is_dense = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+    return is_dense and not (leaf.is_quantized or leaf.is_meta or leaf.requires_grad)
+
+
+def _tensors_in(frozen: Any) -> list[torch.Tensor]:
+    if isinstance(frozen, Frozen):
+        return [tensor for item in frozen.items for tensor in _tensors_in(item)]
+    return [frozen] if _is_own_tensor(frozen) else []
 
 
 # Tensors of one element: the script replaces them, or writes to those that there were.
@@ -395,11 +409,18 @@ def _written(first: Sequence[torch.Tensor], put: Sequence[torch.Tensor], leaf: A
 
 def _read(
     first: Sequence[torch.Tensor],
+    known: Sequence[torch.Tensor],
     put: dict[str, torch.Tensor],
     numbers: list[tuple[torch.Tensor, Any]],
     leaf: Any,
 ) -> Any:
-    """The leaf again; a number that a tensor is to have is added to others."""
+    """The leaf again; a number that a tensor is to have is added to others.
+
+    Of tensors the one that is there, if its value is that one: the script may hold it.
+    """
+    if isinstance(leaf, torch.Tensor):
+        alike = (one for one in known if one.stride() == leaf.stride())
+        return next((one for one in alike if has_same_bits(one, leaf)), leaf)
     if not (isinstance(leaf, str) and leaf.startswith(_TENSOR)):
         return leaf
     whose, index, dtype, dim, number = leaf.removeprefix(_TENSOR).split()

@@ -218,17 +218,13 @@ def left_to_the_script(now: Entry, earlier: Iterable[Entry]) -> list[Any]:
         earlier: The calls that may be run again.
     """
     there = {id(one) for before in now.models for one in before.containers()}
-    held = {id(one): one for entry in earlier for before in entry.models for one in _known(before)}
+    models = [before for entry in earlier for before in entry.models]
+    chains = ((*before.before.containers(), *before.containers()) for before in models)
+    held = {id(one): one for containers in chains for one in containers}
     apart = there | held.keys()
     return [
         freeze(one, apart=apart - {number}) for number, one in held.items() if number not in there
     ]
-
-
-def _known(before: ModelBefore) -> Iterator[Any]:
-    yield from before.containers()
-    for given in before.share.given_at.values():
-        yield from given.containers()
 
 
 def _loader_of(call: ModelCall) -> Any:

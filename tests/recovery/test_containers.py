@@ -1,4 +1,4 @@
-"""Recovery of containers that the script replaces, and holds itself, between two calls."""
+"""Recovery of containers and tensors that script and forward put in each other's place."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class Net(nn.Module):
         self.items: list[Any] = [0.5]
         self.others: list[Any] = []
         self.seen: torch.Tensor | None = None
+        self.table = {"first": torch.ones(4)}
+        self.register_buffer("mean", torch.zeros(4))
         self._change = change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,17 +118,38 @@ def _begins_an_average(net: Any, held: SimpleNamespace, step: int) -> None:
         net.seen = torch.zeros(4)
 
 
+def _adds_to_a_table(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h + 0.1 * sum(net.table.values())
+    net.table.setdefault("second", h.detach().mean(0))
+    return h
+
+
+def _asks(net: Any, h: torch.Tensor) -> torch.Tensor:
+    if float(h.detach().sum()) > 0:
+        h = torch.tanh(h)
+    net.mean = net.mean * 0.5 + h.detach().mean(0)
+    return h + net.mean
+
+
+def _leaves_all(net: Any, held: SimpleNamespace, step: int) -> None:
+    pass
+
+
 PROGRAMS = {
     "tensors that forward takes out": Program(_takes_the_first, _puts_tensors),
     "a list that the script goes on with": Program(_counts, _keeps_the_old_one),
     "two lists that forward exchanges": Program(_exchanges, _holds_both),
     "an average that the script begins": Program(_averages, _begins_an_average),
+    "a tensor of the script beside one of forward": Program(_adds_to_a_table, _leaves_all),
+    "a buffer behind a question": Program(_asks, _leaves_all),
 }
 CASES = [  # with the worker that is killed, how often snapshots are taken, and by train or not
     ("tensors that forward takes out", 0, 2, False),
     ("a list that the script goes on with", 1, 9, False),
     ("two lists that forward exchanges", 1, 1, True),
     ("an average that the script begins", 1, 1, True),
+    ("a tensor of the script beside one of forward", 0, 1, False),
+    ("a buffer behind a question", 1, 1, False),
 ]
 
 

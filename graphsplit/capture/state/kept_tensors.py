@@ -16,7 +16,6 @@ eager mode a reference to it would keep the value of its step, and the buffer mo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +42,7 @@ from graphsplit.capture.state.kept_value import (
     shares_memory,
 )
 from graphsplit.capture.state.older_values import Renewed, kept_places, stand_ins_of
+from graphsplit.capture.state.own_buffers import is_own, note_own, own_buffer
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, change_of, latest, put_all_back
 from graphsplit.guards.places import Place, PlaceKind
@@ -61,8 +61,6 @@ from graphsplit.torch_ext.stand_ins import StandIn
 
 KEPT = "kept "
 _LAST = "is that of the latest call"
-# Buffers that are nobody's but the network's, by identity.
-_own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 class KeepsTensorsError(CaptureError):
@@ -286,7 +284,7 @@ class KeptTensors:
     def _is_own(self, module: nn.Module, name: str) -> bool:
         """Whether a buffer is a copy that nobody else holds."""
         real = next(b for m, n, b in self._buffers if m is module and n == name)
-        return _own.get(id(real)) is real or isinstance(real, StandIn)
+        return is_own(real) or isinstance(real, StandIn)
 
     def changes(self, label_of: Callable[[str], str]) -> tuple[Change, ...]:
         """The buffers that a step leaves in another form, once the recording is over."""
@@ -432,7 +430,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     for form in found.forms:
         tensor = _like(form.new.tensor)
         add_form(form.module, form.name, tensor)
-        _own[id(tensor)] = tensor
+        note_own(tensor)
     for name, one in found.wanted.items():
         if not one.place.is_inside:
             places[one.place.identity] = one.place
@@ -452,14 +450,6 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         stand_in = stand_ins.get(name, buffer)
         note_first(stand_in, one.old)
         swap(one.place, {id(one.old): stand_in})
-
-
-def own_buffer(module: nn.Module, name: str) -> None:
-    """Put a copy in a buffer's place: the tensor that is there stays as it is, as in eager mode."""
-    buffer = buffers_of(module)[name]
-    if buffer is not None and not isinstance(buffer, StandIn):
-        own = buffers_of(module)[name] = buffer.detach().clone()
-        _own[id(own)] = own
 
 
 def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:

@@ -11,6 +11,7 @@ import torch
 
 from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import is_kept_name, register_again
+from graphsplit.capture.state.own_buffers import own_again, own_buffers
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
     OTHERS,
@@ -284,6 +285,7 @@ class ModelSnapshot:
         contents.add_section("settings", settings)
         contents.add_section("members", members)
         contents.add_section("forms", kept_forms(task))
+        contents.add_section("own", own_buffers(stateful_modules(task)))
         contents.add_section("python", self.states.python.saved(with_tensors=False))
         contents.add_section("attributes", self.engine.planner.python_values.kept())
         contents.add_section(f"{LEFT}{rank}", left)
@@ -335,6 +337,7 @@ class ModelSnapshot:
         forms = decode(contents.sections["forms"], contents.tensors.__getitem__)
         put_forms(self.task, forms, self.engine.owners(), self._rank)
         forget_waiting_forms(self.task)
+        own_again(stateful_modules(self.task), contents.sections["own"])
         self._follow()
         register_again(self.task.network, contents.sections["attributes"])
         with torch.no_grad():
