@@ -93,10 +93,11 @@ def share_left(group: WorkerGroup, planned: ReadyPlan, before: Mapping[str, Any]
             noted = {name: was for name, was in before.items() if _has_entries(holders[name])}
             copied = {name for name, (*_, is_copied) in noted.items() if is_copied}
             then = Before({name: was[0] for name, was in noted.items()}, copied, known)
+            contents = then.news()  # first, as it is taken: what is new is numbered
             found = {
                 name: list(_news(holders[name], was, known, then)) for name, was in before.items()
             }
-            news = then.news(), {name: changed for name, changed in found.items() if changed}
+            news = contents, {name: changed for name, changed in found.items() if changed}
         contents, changed = group.share_value(news, source=rank, what=what)
         if rank != group.rank and (contents or changed):
             own = {name: one for name, one in holders.items() if _has_entries(one)}

@@ -17,7 +17,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import partial
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ SAME = [_MARK, "same"]  # stands for what is there
 _MAPPING, _MEMBER, _WAS_MADE = "mapping", "member", "made"
 _NEW, _AGAIN = "new", "again"  # of what is new, and of what was sent before: two places hold it
 _LIBRARIES = {one.__name__: one for one in (torch, torch.nn.functional, math)}
+_NAMED = (type, FunctionType, BuiltinFunctionType)
 # Classes whose objects are made of other values: of which, and how.
 _MADE: Any = (
     (range, lambda one: (one.start, one.stop, one.step), range),
@@ -225,8 +226,11 @@ class Before:
                 else []
             )
             items = [*items_of(container)] if was.content is None else [thaw(freeze(container))]
+            first = len(self._sent)
             sent = [told(item, self._known, self) for item in items]
-            if not any(one is UNTOLD for one in (*keys, *sent)):
+            if any(one is UNTOLD for one in (*keys, *sent)):
+                self.forget(first)
+            else:
                 found.append([place, keys, sent])
         return found
 
@@ -280,9 +284,9 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
         shape = [*value.shape] if value.requires_grad else None
         sent = value.detach() if shape is None else value.new_empty(())
         return [_MARK, _TENSOR, sent, shape, before.add(value) if before is not None else 0]
-    own_name = str(getattr(value, "__name__", ""))
+    own_name = value.__name__ if isinstance(value, _NAMED) else ""
     for module, library in _LIBRARIES.items():
-        if callable(value) and getattr(library, own_name, None) is value:
+        if own_name and getattr(library, own_name, None) is value:
             return [_MARK, "library", module, own_name]
     if name in _MADE_OF and _MADE_OF[name][0] is kind:
         name, keys, parts = _WAS_MADE, [name], [*_MADE_OF[name][1](value)]
@@ -383,7 +387,7 @@ def learned(
         case ["\0left", "before", place] if before is not None:
             return before.at(*place).container
         case ["\0left", "again", number] if before is not None:
-            return before.arrived[number]
+            return before.arrived.get(number, there)  # one of an unknown class has not
         case ["\0left", "member", kind, is_named, name]:
             found = known.there(kind)
             return found[name] if is_named else found(name)

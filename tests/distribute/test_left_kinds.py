@@ -5,6 +5,7 @@ Also where code that runs on one worker alone has made them, and holds one of th
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -13,7 +14,7 @@ from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,12 @@ class Rows(list[Any]):
 
 class Table(dict[str, Any]):
     pass
+
+
+class Asked(dict[str, Any]):
+    """Asked for what it has not, it raises what nobody expects of an attribute."""
+
+    __getattr__ = dict.__getitem__
 
 
 class Row(tuple[Any, ...]):
@@ -93,6 +100,15 @@ def _noted(n: int) -> Rows:
     return made
 
 
+def _with_history(own: Any, n: int) -> Any:
+    """Containers that stood there before and change, which get what is new in other places, too."""
+    own.rows[0].append(n)
+    own.rows[1]["n"] = [n]
+    own.history.append(copy.deepcopy(own.rows))
+    own.history = own.history[-2:]
+    return [own.history[0], own.rows, own.rows[1]["n"]]
+
+
 # What each step leaves: of its number, a tensor, and what is the network's own.
 KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
     "size": lambda n, mean, own: (mean.expand(n, -1).shape, slice(0, n), range(n)),
@@ -101,6 +117,8 @@ KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
     "partial": lambda n, mean, own: partial(_added, n, more=n),
     "lists": lambda n, mean, own: _noted(n),
     "mappings": lambda n, mean, own: Table(n=n, mean=mean),
+    "asked": lambda n, mean, own: Asked(n=n, inner=Asked(n=[n])),
+    "history": lambda n, mean, own: _with_history(own, n),
     "tuples": lambda n, mean, own: [Row((n, mean)), Pair(n, mean)],
     "ordered": lambda n, mean, own: OrderedDict(mean=mean, n=[n]),
     "counted": lambda n, mean, own: SimpleNamespace(counts=Counter(a=n), mean=mean),
@@ -116,7 +134,12 @@ class Leaving(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.inner, self.kind, self.n = nn.Linear(8, 4), kind, 0
-        self.modes, self.classes = _mode(), (Row, Pair, Step, Rows, Table, Slotted, Called, Key)
+        self.modes, self.classes = (
+            _mode(),
+            (Row, Pair, Step, Rows, Table, Asked, Slotted, Called, Key),
+        )
+        self.rows: list[Any] = [[1], {"n": 2}]
+        self.history: list[Any] = []
         self.left: Any = None
         self.again: Any = None
         self.kept = _defaults(0)
@@ -151,7 +174,7 @@ def look(*values: Any) -> list[Any]:
             inside = [getattr(value, name, None) for name in ("n", "mean")]
         elif isinstance(value, partial):
             inside = [value.func, value.args, value.keywords]
-        elif not isinstance(value, (enum.Enum, type)) and not hasattr(value, "__code__"):
+        elif not isinstance(value, (enum.Enum, type, FunctionType)):
             inside += (
                 [one for pair in vars(value).items() for one in pair]
                 if hasattr(value, "__dict__")
@@ -174,7 +197,7 @@ def test_what_it_leaves_is_found_on_every_worker(kind: str) -> None:
             optimizer.zero_grad()
             net(torch.randn(5, 6)).square().mean().backward()
             optimizer.step()
-            yield look(leaving.left, leaving.again, leaving.kept)
+            yield look(leaving.left, leaving.again, leaving.kept, leaving.history)
             if kind == "mode":
                 yield [one in leaving.modes for one in leaving.left if isinstance(one, enum.Enum)]
             with torch.no_grad():
