@@ -45,7 +45,7 @@ from graphsplit.guards.values import (
     thaw,
     values_of,
 )
-from graphsplit.planning.python_values import can_be_written
+from graphsplit.planning.written_values import can_be_written
 from graphsplit.tensor_meta import DTYPES
 from graphsplit.torch_ext.stand_ins import StandIn
 

@@ -130,7 +130,8 @@ class Change:
         if isinstance(new, torch.Tensor):  # of another class where its value is on another worker
             return f"{self.place.label}: Tensor"
         is_plain_value = new is MISSING or is_plain(new)
-        return f"{self.place.label}: {shown(new) if is_plain_value else type(new).__name__}"
+        text = shown(new) if is_plain_value else type(reference_of(new)).__name__
+        return f"{self.place.label}: {text}"
 
 
 def _named(leaf: Any, lifted: Sequence[Place]) -> Any:
