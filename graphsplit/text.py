@@ -218,3 +218,18 @@ def first_difference(first: str, second: str) -> tuple[int, str, str] | None:
 def encodable(text: str) -> str:
     """The text without lone surrogates, which have no place in UTF-8 messages."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+_identities: set[int] = set()  # that code was told while it was recorded
+
+
+def note_identity(number: int) -> int:
+    """Note what ``id`` gives to code that is recorded: another number on each worker."""
+    _identities.add(number)
+    return number
+
+
+def without_identities(text: str) -> str:
+    """A text with no number in it that ``id`` gave to code that was recorded."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
+    return re.sub(r"\d{9,}", lambda n: "an identity" if int(n[0]) in _identities else n[0], text)

@@ -18,6 +18,12 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     array of NumPy     {"$ndarray": ["<f8", shape, {"$tensor": ...}]}, its bytes
     dtype, device      {"$dtype": "float32"}, {"$device": "cpu"}
     SimpleNamespace    {"$namespace": {...}}
+    range, slice       {"$range": [start, stop, step]}
+    torch.Size         {"$size": [2, 3]}
+    Decimal, UUID      {"$decimal": "0.10"}
+    Fraction           {"$fraction": [numerator, denominator]}
+    date, timedelta    {"$date": [2026, 11, 30]}, {"$timedelta": [days, seconds, microseconds]}
+    time, datetime     {"$time": [hour, minute, second, microsecond, fold]}, without a time zone
     member of an Enum  {"$enum": ["module:Class", "NAME"]}; flags put together: their number
 
 A tensor is named by the way to it, so that a person who opens the file knows what it is. The class
@@ -33,14 +39,19 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import Enum, Flag
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
 from graphsplit.errors import CheckpointError, StateError
+from graphsplit.guards.values import is_told_by_text
 from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides, is_dense
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
@@ -70,12 +81,54 @@ _TAGGED: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+# Classes of values that never change, of which subclasses are something else.
+_EXACT: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    range: ("$range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*parts)),
+    slice: ("$slice", lambda v: [v.start, v.stop, v.step], lambda parts: slice(*parts)),
+    torch.Size: ("$size", list, torch.Size),
+    Decimal: ("$decimal", str, lambda text: Decimal(_a(str, text))),
+    UUID: ("$uuid", str, lambda text: UUID(_a(str, text))),
+    Fraction: (
+        "$fraction",
+        lambda v: [v.numerator, v.denominator],
+        lambda parts: Fraction(*(_a(int, part) for part in parts)),
+    ),
+    date: ("$date", lambda v: [v.year, v.month, v.day], lambda parts: date(*parts)),
+    timedelta: (
+        "$timedelta",
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda parts: timedelta(*parts),
+    ),
+    time: (
+        "$time",
+        lambda v: [v.hour, v.minute, v.second, v.microsecond, v.fold],
+        lambda parts: time(*parts[:4], fold=parts[4]),
+    ),
+    datetime: (
+        "$datetime",
+        lambda v: [*v.timetuple()[:6], v.microsecond, v.fold],
+        lambda parts: datetime(*parts[:7], fold=parts[7]),
+    ),
+}
+
+
+def _a(kind: type, part: Any) -> Any:
+    if type(part) is not kind:  # Fraction("1e999999999") would take all memory
+        raise TypeError(f"expected {kind.__name__}, got {type(part).__name__}")
+    return part
+
+
+def is_exact(value: Any) -> bool:
+    """Whether a value that never changes is all in what is written of it."""
+    return type(value) in (range, slice, torch.Size) or is_told_by_text(value)
+
+
 def _of_pair(kind: Callable[[Any, Any], Any], pair: Any) -> Any:
     first, second = pair
     return kind(first, second)
 
 
-_BY_TAG = {tag: made for tag, _, made in _TAGGED.values()}
+_BY_TAG = {tag: made for tag, _, made in (*_TAGGED.values(), *_EXACT.values())}
 _TOO_DEEP = "it is nested too deeply, or contains itself"
 
 
@@ -164,6 +217,9 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
         return {"$enum": [f"{kind.__module__}:{kind.__qualname__}", name]}
     if has_bits(value):
         return _encode_bits(value, tensors, path)
+    if is_exact(value):
+        tag, parts_of, _ = _EXACT[kind]
+        return {tag: _encode(parts_of(value), tensors, path)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (list, tuple)):
@@ -182,7 +238,8 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
     raise StateError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__} and cannot be saved; "
         f"expected tensors, numbers and arrays, strings, bytes, None, dtypes, devices, "
-        f"members of enumerations, and lists, tuples, sets or mappings of them\n"
+        f"members of enumerations, dates without a time zone, and lists, tuples, sets or "
+        f"mappings of them\n"
         f"  Fix: leave it out of the state, or turn it into one of these."
     )
 
@@ -266,7 +323,7 @@ def decode(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return _decode_pairs(tag, content, tensor)
     try:
         return _decode_rare(tag, decode(content, tensor))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise CheckpointError(f"a saved value is marked {tag!r}, but is none: {error}") from None
 
 

@@ -12,10 +12,7 @@ import copy
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
-from datetime import timedelta
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
@@ -45,7 +42,7 @@ from graphsplit.guards.values import (
     thaw,
     values_of,
 )
-from graphsplit.planning.written_values import can_be_written
+from graphsplit.planning.python_values import can_be_written
 from graphsplit.tensor_meta import DTYPES
 from graphsplit.torch_ext.stand_ins import StandIn
 
@@ -53,21 +50,10 @@ UNTOLD: Any = object()
 _MARK = "\0left"
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
 SAME = [_MARK, "same"]  # stands for what is there
-_MAPPING, _MEMBER, _WAS_MADE = "mapping", "member", "made"
+_MAPPING, _MEMBER, _PARTIAL = "mapping", "member", "functools.partial"
 _NEW, _AGAIN = "new", "again"  # of what is new, and of what was sent before: two places hold it
 _LIBRARIES = {one.__name__: one for one in (torch, torch.nn.functional, math)}
 _NAMED = (type, FunctionType, BuiltinFunctionType)
-# Classes whose objects are made of other values: of which, and how.
-_MADE: Any = (
-    (range, lambda one: (one.start, one.stop, one.step), range),
-    (slice, lambda one: (one.start, one.stop, one.step), slice),
-    (torch.Size, lambda one: ([*one],), torch.Size),
-    (Fraction, lambda one: (one.numerator, one.denominator), Fraction),
-    (Decimal, lambda one: (str(one),), Decimal),
-    (timedelta, lambda one: (one.days, one.seconds, one.microseconds), timedelta),
-    (partial, lambda one: (one.func, one.args, one.keywords), lambda f, a, k: partial(f, *a, **k)),
-)
-_MADE_OF = {kind.__name__: (kind, parts, make) for kind, parts, make in _MADE}
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
 # Classes from which users derive their own, in the order in which they are looked for.
 _BASES = (bool, int, float, complex, str, bytes, tuple, frozenset, list, dict, set, deque)
@@ -288,8 +274,8 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
     for module, library in _LIBRARIES.items():
         if own_name and getattr(library, own_name, None) is value:
             return [_MARK, "library", module, own_name]
-    if name in _MADE_OF and _MADE_OF[name][0] is kind:
-        name, keys, parts = _WAS_MADE, [name], [*_MADE_OF[name][1](value)]
+    if kind is partial:
+        name, parts = _PARTIAL, [value.func, value.args, value.keywords]
     elif name in _SEQUENCES and _SEQUENCES[name] is kind:
         keys, parts = [value.maxlen] if kind is deque else [], [*value]
     elif kind is dict:
@@ -421,8 +407,9 @@ def _value(sent: Sequence[Any], there: Any, where: str, known: Known, before: Be
             return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
         case ["new", value]:
             return value
-        case ["made", [str(name)], list(parts)]:
-            return _MADE_OF[name][2](*[learned(p, None, where, known, before) for p in parts])
+        case ["functools.partial", list(), list(parts)]:
+            call, args, keywords = [learned(part, None, where, known, before) for part in parts]
+            return partial(call, *args, **keywords)
     name, keys, parts = sent
     return _container(name, keys, parts, there, where, known, before)
 

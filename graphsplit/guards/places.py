@@ -11,7 +11,8 @@ from types import CellType, SimpleNamespace
 from typing import Any
 
 from graphsplit.errors import CaptureError
-from graphsplit.guards.values import MISSING, holder_of, without_identities
+from graphsplit.guards.values import MISSING, holder_of
+from graphsplit.text import without_identities
 from graphsplit.torch_ext.attributes import PARAMETERS, form_in, put_form
 from graphsplit.torch_ext.steering import number_in, put_number
 

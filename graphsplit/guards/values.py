@@ -12,23 +12,29 @@ import array
 import copy
 import ctypes
 import enum
-import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, ValuesView
 from dataclasses import dataclass, replace
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
+from graphsplit.text import without_identities
 from graphsplit.torch_ext.stand_ins import StandIn
 
 BY_VALUE = (
     *(bool, int, float, complex, str, bytes, range, slice),
     *(torch.Size, torch.dtype, torch.device),
 )
+# Of other values that never change, the text tells all; what is derived from these may hold more.
+_TOLD_BY_TEXT = frozenset((Decimal, Fraction, UUID, date, time, datetime, timedelta))
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
@@ -420,7 +426,7 @@ def _same_bits(one: Any, other: Any) -> bool:
     kind = type(one)
     if kind is not type(other):
         return False
-    if kind in (float, complex):
+    if kind in (float, complex) or kind in _TOLD_BY_TEXT:
         return repr(one) == repr(other)  # -0.0 is not 0.0, and a NaN is itself
     if isinstance(one, np.generic):
         return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
@@ -452,7 +458,13 @@ def is_plain(frozen: Any) -> bool:
         frozen is None
         or frozen is MISSING
         or isinstance(frozen, (*BY_VALUE, np.generic, enum.Enum))
+        or is_told_by_text(frozen)
     )
+
+
+def is_told_by_text(value: Any) -> bool:
+    """Whether this is a value that never changes and is all in its text: a time zone is not."""
+    return type(value) in _TOLD_BY_TEXT and getattr(value, "tzinfo", None) is None
 
 
 def with_leaves(frozen: Any, change: Callable[[Any], Any]) -> Any:
@@ -468,21 +480,6 @@ def any_leaf(frozen: Any, test: Callable[[Any], bool]) -> bool:
     if isinstance(frozen, Frozen):
         return any(any_leaf(item, test) for item in frozen.items)
     return test(frozen)
-
-
-_identities: set[int] = set()  # that code was told while it was recorded
-
-
-def note_identity(number: int) -> int:
-    """Note what ``id`` gives to code that is recorded: another number on each worker."""
-    _identities.add(number)
-    return number
-
-
-def without_identities(text: str) -> str:
-    """A text with no number in it that ``id`` gave to code that was recorded."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", text)
-    return re.sub(r"\d{9,}", lambda n: "an identity" if int(n[0]) in _identities else n[0], text)
 
 
 def shown(value: Any) -> str:

@@ -35,9 +35,9 @@ from graphsplit.guards.values import (
     thaw,
     with_leaves,
 )
+from graphsplit.planning.python_values import OF_VALUES, can_be_written
 from graphsplit.planning.task import Task, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
-from graphsplit.planning.written_values import as_written, can_be_written
 from graphsplit.torch_ext.attributes import BUFFERS, writes_of
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -112,7 +112,7 @@ class PlainState:
         return {
             "paths": [] if of is None else list(there),
             "attributes": {
-                name: thaw(as_written(value))
+                name: thaw(_as_written(value))
                 for name, value in now.items()
                 if places[name] in _changed
             },
@@ -152,9 +152,9 @@ class PlainState:
         return changed
 
     def own(self, *, with_tensors: bool) -> Own:
-        """The very containers in attributes, with their contents; and values that cannot be saved.
+        """Attributes that only this process can have again: containers themselves, and contents.
 
-        Only this process can have them again.
+        And values that cannot be saved.
 
         Args:
             with_tensors: Whether ``saved`` holds tensors.
@@ -282,6 +282,19 @@ def _of_any_version(own: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"paths": [], "attributes": here, "gone": [], "unsaved": []}
 
 
+def _as_written(frozen: Any) -> Any:
+    """A snapshot with containers of Python's own classes: a ``defaultdict`` as a ``dict``.
+
+    One with attributes besides stays: they belong to what it holds.
+    """
+    if not isinstance(frozen, Frozen) or frozen.content is not None:
+        return frozen
+    held, items = frozen.container, tuple(map(_as_written, frozen.items))
+    if type(held) not in OF_VALUES and not getattr(held, "__dict__", None):
+        held = next(kind() for kind in OF_VALUES if isinstance(held, kind))
+    return Frozen(held, items, frozen.keys)
+
+
 def _is_atom(value: Any) -> bool:
     """Whether this is a plain value, or a tuple of such: most attributes are."""
     is_tuple = type(value) is tuple
@@ -290,7 +303,7 @@ def _is_atom(value: Any) -> bool:
 
 def _can_be_written(frozen: Any, with_tensors: bool = True) -> bool:
     """Whether a save can hold it: plain values, and tensors with values here."""
-    written = as_written(frozen)
+    written = _as_written(frozen)
     if with_tensors:
         written = with_leaves(written, lambda leaf: None if _is_tensor(leaf) else leaf)
     return is_plain(written) and can_be_written(thaw(written))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +18,9 @@ from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import names_in, with_lost, with_names, with_stand_ins
 from graphsplit.capture.state.kept_value import KeptValue, first_of
 from graphsplit.capture.state.older_values import kept_places, settle_older
+from graphsplit.encoding.values import has_bits, is_exact, is_known_member
 from graphsplit.errors import StateError
-from graphsplit.guards.changes import containers_in, holds, latest
+from graphsplit.guards.changes import holds, latest
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import (
@@ -24,8 +28,10 @@ from graphsplit.guards.values import (
     MUTABLE,
     Frozen,
     freeze,
+    is_mapping,
     is_plain,
     is_scalar,
+    keys_of,
     number_of,
     put_back,
     put_into,
@@ -33,16 +39,11 @@ from graphsplit.guards.values import (
     same,
     shown,
     thaw,
+    values_of,
     with_leaves,
 )
 from graphsplit.planning.recordings import Recordings
 from graphsplit.planning.task import Task
-from graphsplit.planning.written_values import (
-    as_written,
-    can_be_written,
-    of_class_there,
-    of_own_class,
-)
 from graphsplit.tensor_meta import has_same_bits
 
 _MAX_LOSSES = 64  # that the script has given, one after the other; as many as recordings are kept
@@ -75,20 +76,6 @@ class _Known:
     def name(self) -> tuple[str, int]:
         """Its name on all workers."""
         return self.place.label, self.loss
-
-
-@dataclass(frozen=True)
-class _Unknown:
-    """Stands for a value of which nobody knows whether it was the first one; no value is the same.
-
-    Attributes:
-        there: What the script of this process had built by then.
-    """
-
-    there: Any
-
-    def __repr__(self) -> str:
-        return "what another process had there"
 
 
 class PythonValues:
@@ -248,8 +235,6 @@ class PythonValues:
             if is_as_read and not is_shared:
                 continue
             frozen = with_leaves(frozen, partial(_written, _scalars_in(known.first), put))
-            if _has_built(known.first, of_own_class(frozen)):
-                frozen = as_written(frozen)
             again = self._named(*known.name)
             if again is not None and again.identity != key and _is_below_root(place.label):
                 continue  # of an object or container in whose place another one is by now
@@ -281,7 +266,7 @@ class PythonValues:
         values = {
             key: latest(known.first)
             for key, known in self._known.items()
-            if key not in apart and not isinstance(known.first, _Unknown)
+            if key not in apart and known.first is not _UNKNOWN
         }
         by_name = {known.name: known.place for known in self._known.values()}
         numbers: list[tuple[torch.Tensor, Any]] = []
@@ -293,12 +278,12 @@ class PythonValues:
                 raise StateError(f"{label} is in a snapshot, and was not found here")
             places[label, loss] = place
             # One that was not read here yet has no value that is known to be its first.
-            now = freeze(place.read())
-            self._known.setdefault(place.identity, _Known(place, _Unknown(now), loss))
-            there = _scalars_in(values.get(place.identity, now))
-            known = _tensors_in(now)
+            self._known.setdefault(place.identity, _Known(place, _UNKNOWN, loss))
+            first = values.get(place.identity, _UNKNOWN)
+            there = _scalars_in(freeze(place.read()) if first is _UNKNOWN else first)
+            known = _tensors_in(freeze(place.read()))
             frozen = with_leaves(freeze(value), partial(_read, there, known, put, numbers))
-            frozen = with_stand_ins(of_class_there(frozen, place.read()), self._task.network)
+            frozen = with_stand_ins(frozen, self._task.network)
             values[place.identity] = frozen if is_there else MISSING
         self._put_written(values, numbers)
         for label, loss, *_, like in kept:
@@ -348,9 +333,8 @@ class PythonValues:
         for label in labels:
             place = self._named(label, number)
             if place is not None and not self._is_of_own_class(place):
-                first = _Unknown(freeze(place.read()))
-                known = self._known.get(place.identity, _Known(place, first, number))
-                self._known[place.identity] = replace(known, first=first)
+                known = self._known.get(place.identity, _Known(place, _UNKNOWN, number))
+                self._known[place.identity] = replace(known, first=_UNKNOWN)
 
     def _is_of_own_class(self, place: Place) -> bool:
         """Whether a plain value cannot be written as such; plain attributes have it besides."""
@@ -385,12 +369,6 @@ def _is_below_root(label: str) -> bool:
 def _is_kept(frozen: Any) -> bool:
     frozen = with_leaves(frozen, lambda leaf: None if _is_own_tensor(leaf) else number_of(leaf))
     return is_plain(frozen) and can_be_written(thaw(frozen))
-
-
-def _has_built(first: Any, containers: Iterable[Any]) -> bool:
-    """Whether a place held these from the beginning."""
-    built = containers_in(first.there if isinstance(first, _Unknown) else first)
-    return {id(one) for one in built}.issuperset(map(id, containers))
 
 
 def _is_own_tensor(leaf: Any) -> bool:
@@ -453,3 +431,26 @@ def _read(
         tensor = put.setdefault(index, made)
     numbers.append((tensor, float(number) if tensor.is_floating_point() else int(number)))
     return tensor
+
+
+def can_be_written(value: Any, _inside: tuple[int, ...] = ()) -> bool:
+    """Whether a value that was written comes back as it was, classes of containers included."""
+    kind = type(value)
+    if is_exact(value):
+        return True
+    if isinstance(value, (SimpleNamespace, dict, list, tuple, set, frozenset, deque)):
+        parts = [*keys_of(value), *values_of(value)] if is_mapping(value) else [*value]
+        inside = (*_inside, id(value))
+        is_plain_kind = kind in OF_VALUES and id(value) not in _inside
+        return is_plain_kind and all(can_be_written(part, inside) for part in parts)
+    if isinstance(value, Enum):
+        return is_known_member(value)
+    return value is MISSING or has_bits(value) or kind in _WRITTEN
+
+
+OF_VALUES = (SimpleNamespace, Counter, OrderedDict, dict, list, tuple, set, frozenset, deque)
+_WRITTEN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, array),
+    *(torch.dtype, torch.device),
+)
+_UNKNOWN = object()  # no value is the same

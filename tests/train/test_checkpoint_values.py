@@ -7,9 +7,13 @@ import random
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from enum import Flag, IntEnum
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import hypothesis.strategies as st
 import numpy as np
@@ -183,6 +187,9 @@ def test_plain_values_that_json_has_no_word_for_come_back() -> None:
         Style.WIDE, Style.BOLD | Style.WIDE, Style(0), bytearray(b"\0\xff"),
         deque([1, 2.5], maxlen=3), deque([(1,)]),
         array("d", [0.1, -0.0]), array("b"),
+        range(1, 9, 2), slice(None, 3), torch.Size([2, 3]), Decimal("0.10"), Fraction(-1, 3),
+        date(2026, 11, 30), time(1, 2, 3, 4, fold=1), datetime(2026, 11, 30, 1, fold=1),
+        timedelta(-1, 2, 3), UUID(int=1 << 90),
     ]  # fmt: skip
     assert repr(there_and_back(values)) == repr(values)
     assert there_and_back(Names("a")) == {"a"}
@@ -208,7 +215,8 @@ def test_numbers_of_numpy_come_back_with_their_type_and_bits(value: Any) -> None
     ("value", "message"),
     [
         ({"scheduler": {"fn": math.sqrt}}, r"extra/scheduler/fn is a builtins\.builtin_function"),
-        ({"seen": [1, {range(3)}]}, r"extra/seen/1/0 is a builtins\.range"),
+        ({"seen": [1, {math.sin}]}, r"extra/seen/1/0 is a builtins\.builtin_function"),
+        (datetime(2026, 11, 30, tzinfo=timezone.utc), r"extra is a datetime\.datetime"),
         ({"w": torch.ones(2).to_sparse()}, r"extra/w is a torch\.sparse_coo tensor"),
         (np.array([None]), r"extra is a numpy\.ndarray"),
         (np.zeros((2, 3)).T, r"extra is a numpy\.ndarray"),
@@ -246,6 +254,16 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         {"$enum": [f"{__name__}:Style", 1 << 40]},
         {"$enum": [f"{__name__}:Color", 1]},
         {"$bytearray": 1 << 40},
+        {"$fraction": ["1e999999999"]},
+        {"$fraction": [1, 0]},
+        {"$decimal": "one"},
+        {"$decimal": 0.5},
+        {"$range": [1 << 40, "2"]},
+        {"$size": ["a"]},
+        {"$date": [2026, 13, 1]},
+        {"$time": [1, 2, 3]},
+        {"$timedelta": [1 << 60]},
+        {"$uuid": "0"},
         {"$deque": [[1]]},
         {"$array": ["d", 1 << 40]},
         {"$array": ["x", {"$bytes": ""}]},

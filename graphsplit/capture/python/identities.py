@@ -30,7 +30,7 @@ from graphsplit.capture.numbers.texts import (
 from graphsplit.frames import is_own
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.tensor_attributes import Tensors
-from graphsplit.guards.values import note_identity
+from graphsplit.text import note_identity
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.replaced import EQUAL, HASH, replaced
 
