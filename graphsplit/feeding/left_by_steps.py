@@ -43,7 +43,6 @@ from graphsplit.optimizers.ownership import is_elsewhere, resize
 from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.ready_plan import ReadyPlan
-from graphsplit.planning.written_values import can_be_written
 from graphsplit.tensor_meta import plain_meta, share_elements
 from graphsplit.torch_ext.attributes import storage_of, writes_of
 

@@ -130,8 +130,7 @@ class Change:
         if isinstance(new, torch.Tensor):  # of another class where its value is on another worker
             return f"{self.place.label}: Tensor"
         is_plain_value = new is MISSING or is_plain(new)
-        text = shown(new) if is_plain_value else type(reference_of(new)).__name__
-        return f"{self.place.label}: {text}"
+        return f"{self.place.label}: {shown(new) if is_plain_value else type(new).__name__}"
 
 
 def _named(leaf: Any, lifted: Sequence[Place]) -> Any:

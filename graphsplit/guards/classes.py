@@ -77,11 +77,13 @@ class Hooks:
     Attributes:
         read: ``read(object, name, value)``; ``MISSING`` where there is no such attribute.
         write: ``write(object, name)``, before it is assigned or deleted.
+        replaced: ``replaced()``, when that has given an object another dictionary of attributes.
         seen: Objects and names of which ``read`` has no more to know; it is not called for them.
     """
 
     read: Callable[[Any, str, Any], None]
     write: Callable[[Any, str], None]
+    replaced: Callable[[], None]
     seen: Mapping[tuple[int, str], Any]
 
 
@@ -198,10 +200,7 @@ def number_of(one: Any) -> int:
 
 def attributes_of(one: Any) -> dict[str, Any] | None:
     """All attributes of an object: its dictionary, or a new one where it has slots besides."""
-    held, kinds = own_dictionary(one), [k for k in type(one).__mro__ if k.__flags__ & _HEAP_TYPE]
-    slots = [
-        slot for kind in kinds for slot in vars(kind).values() if type(slot) is MemberDescriptorType
-    ]
+    held, slots = own_dictionary(one), slots_of(type(one))
     if not slots:
         return held
     found = dict(held or {})
@@ -209,6 +208,13 @@ def attributes_of(one: Any) -> dict[str, Any] | None:
         with suppress(AttributeError):  # nothing is in it
             found[slot.__name__] = slot.__get__(one)
     return found
+
+
+def slots_of(kind: type) -> list[MemberDescriptorType]:
+    """The descriptors of a class's slots, and of those that it inherits."""
+    made = [one for one in kind.__mro__ if one.__flags__ & _HEAP_TYPE]
+    held = (value for one in made for value in vars(one).values())
+    return [value for value in held if type(value) is MemberDescriptorType]
 
 
 def put_attributes(one: Any, attributes: Mapping[str, Any]) -> None:
@@ -220,6 +226,41 @@ def put_attributes(one: Any, attributes: Mapping[str, Any]) -> None:
             slot.__set__(one, value)
         elif held is not None:
             held[name] = value
+
+
+class OwnDictionaries:
+    """The dictionaries of attributes that objects have; code may give one another dictionary.
+
+    So does ``one.__dict__ = {...}``, and each attribute that pydantic checks when it is assigned.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, dict[str, Any]]] = []
+
+    def add(self, one: Any) -> None:
+        """Note that of an object."""
+        held = own_dictionary(one)
+        if held is not None:
+            self._known.append((one, held))
+
+    def put_back(self, note: Callable[[Any, dict[str, Any], str], None]) -> None:
+        """Let each object have its own again, which holds what is in the other one.
+
+        Args:
+            note: Given the object, its own dictionary as it was, and a name in either.
+        """
+        for one, held in self._known:
+            now = own_dictionary(one)
+            if now is not None and now is not held:
+                for name in {**held, **now}:
+                    note(one, held, name)
+                held.clear()
+                held.update(now)
+                object.__setattr__(one, "__dict__", held)
+
+    def clear(self) -> None:
+        """Hold no object any more."""
+        self._known.clear()
 
 
 class HookedClasses:
@@ -243,8 +284,8 @@ class HookedClasses:
             return
         hooks = (
             _reading(kind.__getattribute__, self._hooks),
-            _writing(kind.__setattr__, self._hooks.write),
-            _writing(kind.__delattr__, self._hooks.write),
+            _writing(kind.__setattr__, self._hooks),
+            _writing(kind.__delattr__, self._hooks),
         )
         replacements = dict(zip(HOOKED_METHODS, hooks, strict=True))
         before = {name: vars(kind).get(name, MISSING) for name in replacements}
@@ -323,10 +364,13 @@ def _is_kept_when_read(one: Any, name: str) -> bool:
     return False
 
 
-def _writing(original: Any, write: Callable[[Any, str], None]) -> Any:
+def _writing(original: Any, hooks: Hooks) -> Any:
     def write_attribute(self: Any, name: str, *value: Any) -> None:
-        write(self, name)
+        held = own_dictionary(self)
+        hooks.write(self, name)
         original(self, name, *value)
+        if own_dictionary(self) is not held:
+            hooks.replaced()
 
     setattr(write_attribute, _MARK, True)
     return write_attribute

@@ -2,13 +2,16 @@
 
 MappingProxyType(d), d.values(), memoryview(b) and d.get show another container; ChainMap, Queue
 and the dictionaries of weakref keep theirs in attributes; threading.local and ContextVar hold what
-this thread sees of them; a weak reference leads to an object, multiprocessing.Value to memory.
+this thread sees of them; a weak reference leads to an object, multiprocessing.Value to memory. A
+file in memory, a SimpleQueue and a hash have no attributes: they are asked for what they tell.
 """
 
 from __future__ import annotations
 
 import decimal
 import gc
+import hashlib
+import io
 import logging
 import sys
 import threading
@@ -19,6 +22,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
 from operator import is_
+from queue import SimpleQueue
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
 
@@ -39,6 +43,8 @@ _VIEWS: tuple[type, ...] = (
 _OF_FUNCTIONS = frozenset(("__code__", "__defaults__", "__kwdefaults__"))
 OF_OBJECTS = frozenset(("__class__", "__dict__"))
 FIELDS = _OF_FUNCTIONS | OF_OBJECTS
+_FILES = (io.BytesIO, io.StringIO)
+TELLING = (*_FILES, SimpleQueue, *{type(hashlib.new(n)) for n in ("md5", "sha3_256", "blake2b")})
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Packages whose objects keep what they were given in a dictionary of attributes. Those that draw
 # random numbers are looked at when they do; annotations hold nothing.
@@ -69,6 +75,8 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
             for name in ("level", "disabled"):
                 yield entry(vars(value), name, f"{name} of the logger {value.name}")
             value = value.parent
+    elif isinstance(value, TELLING):
+        yield Place(PlaceKind.FIELD, _Told(value), "state", f"what {label} holds")
     elif type(value).__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
         yield itself(value.get_obj(), label)
     elif _may_hold(value):
@@ -95,10 +103,13 @@ def kept_fields(value: Any, names: Set[str]) -> Iterator[Place]:
 
 
 def hidden_values(value: Any) -> Iterator[Any]:
-    """Values that an object of Python's own leads to without holding them."""
+    """Values that an object of Python's own leads to, and does not hold or show as it is."""
     found = _referent(value)
     if found is not None:
         yield found
+    while isinstance(value, logging.Logger):  # a handler of the user's may count what is logged
+        yield from (one for one in (*value.handlers, *value.filters) if is_watchable(type(one)))
+        value = value.parent if value.propagate else None
 
 
 def weak_place(value: Any, label: str) -> Place | None:
@@ -119,6 +130,41 @@ def _referent(value: Any) -> Any:
             return value.__repr__.__self__
         return None
     return value() if isinstance(value, weakref.ReferenceType) else None
+
+
+def is_a_file(value: Any) -> bool:
+    """Whether an object is a file in memory, to which what it held can be written again."""
+    return isinstance(value, _FILES)
+
+
+def told_by(value: Any) -> Any:
+    """The state of an object of ``TELLING``, as far as it tells."""
+    if isinstance(value, _FILES):
+        return MISSING if value.closed else (value.getvalue(), value.tell())
+    return value.qsize() if isinstance(value, SimpleQueue) else value.digest()
+
+
+class _Told:
+    """The state that an object tells: the same answer as long as it is an equal one."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._last = value, told_by(value)
+
+    @property
+    def state(self) -> Any:
+        """See ``told_by``."""
+        now = told_by(self._value)
+        self._last = self._last if now == self._last else now
+        return self._last
+
+    @state.setter
+    def state(self, told: Any) -> None:  # queues and hashes cannot be: a step that moves one is
+        if isinstance(self._value, _FILES) and told is not MISSING:  # refused
+            text, position = told
+            self._value.seek(0)
+            self._value.truncate()
+            self._value.write(text)
+            self._value.seek(position)
 
 
 def names_place(held: dict[str, Any], label: str) -> Place:

@@ -48,19 +48,14 @@ from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
-from graphsplit.guards.visitor import (
-    WITHOUT_VALUES,
-    Noted,
-    ValueVisitor,
-    is_torchs,
-    named_place,
-)
+from graphsplit.guards.visitor import WITHOUT_VALUES, Noted, ValueVisitor, is_torchs, named_place
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS, is_of_user
 from graphsplit.torch_ext.private import FakeTensor
 
 # Between a control-flow operator and the call in which the user gave it its functions.
 _MAX_FRAMES_OF_TORCH = 8
 _BUILTINS = frozenset(vars(builtins))
+_PASSING_BY = {"__getattribute__", "__get__", "getattr_static"}  # past the way of a class
 _NOT_READ = frozenset(("__class__", "__doc__", "__module__"))
 # What asks for all attributes at once: the code itself, and copy and pickle, which then read in C.
 _ALL_READ = frozenset(("__dict__", "__reduce_ex__", "__reduce__", "__getstate__"))
@@ -73,8 +68,7 @@ class ReadRecorder(ValueVisitor):
         root: The module that holds the network and the loss.
         labels: The name for people of the module at a path: ``net.fc``.
         is_paused: Whether what runs now is not to be recorded.
-        real_of: Gives for what stands for a tensor that is kept in a place the tensor itself, for
-            anything else that.
+        real_of: Gives for what stands for a kept tensor that itself, for anything else that.
 
     Attributes:
         by_name: Stands for functions of Python's own.
@@ -92,7 +86,7 @@ class ReadRecorder(ValueVisitor):
         self._seen: dict[tuple[int, str], Any] = {}
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
-        hooks = Hooks(self._read, self._write, self._seen)
+        hooks = Hooks(self._read, self._write, self._put_dictionaries_back, self._seen)
         super().__init__(root, labels, HookedClasses(hooks), real_of)
         self.by_name = AskedByName(self._asked)
         self.ask_classes: Callable[[], None] = lambda: None
@@ -212,11 +206,15 @@ class ReadRecorder(ValueVisitor):
             self.note_read(place)
             self.meet(place.read(), place.label)
         else:
-            self.note(place, is_read=False)
-            self.noted[place.identity].is_written = True
+            self._note_written(place)
+
+    def _note_written(self, place: Place, *, is_read: bool = False) -> None:
+        self.note(place, is_read=is_read)
+        self.noted[place.identity].is_written = True
 
     def note_unseen(self) -> None:
-        """Note attributes of modules that code has written past their classes."""
+        """Note attributes that code has written past the classes of modules and objects."""
+        self._put_dictionaries_back()
         for module, before in self._held_first:
             held = vars(module)
             _, path, label = self.tables[id(held)]
@@ -234,6 +232,13 @@ class ReadRecorder(ValueVisitor):
                 if known is None or reference_of(known.first) is not reference_of(first):
                     new = Noted(place, first, is_read=False, is_written=True)
                     self.noted[place.identity] = new
+
+    def _put_dictionaries_back(self) -> None:
+        def note(one: Any, held: Any, name: str) -> None:
+            self._note_written(entry(held, name, f"{self._label_of(one)}.{name}"))
+
+        if not self._is_paused():  # code kept whole runs for a trial, and is undone
+            self.dictionaries.put_back(note)
 
     def note_lifted(self, places: Iterable[Place]) -> None:
         """Note places that hold symbols by now."""
@@ -263,7 +268,8 @@ class ReadRecorder(ValueVisitor):
         self._note_imports(facts, held)
         if "__class__" in facts.attributes:
             self.ask_classes()
-        if "__getattribute__" in facts.attributes and not self.passes_by:
+        is_past = "object" in facts.globals_read and "__setattr__" in facts.attributes
+        if not self.passes_by and (is_past or not _PASSING_BY.isdisjoint(facts.attributes)):
             self.note_passed_by()
         if facts.looks_into_functions and not self.looks_into:
             self.note_looked_into()
@@ -422,8 +428,7 @@ class ReadRecorder(ValueVisitor):
             return
         place = self._place_of(one, held, name, MISSING)
         if place is not None:
-            self.note(place, is_read=name in OF_OBJECTS)  # of each that is used, guards read them
-            self.noted[place.identity].is_written = True
+            self._note_written(place, is_read=name in OF_OBJECTS)  # guards read all that is used
 
     def _place_of(self, one: Any, held: Any, name: str, value: Any) -> Place | None:
         """Where an attribute's value is kept; None for what is no value of the user's."""

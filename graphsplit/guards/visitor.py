@@ -10,13 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +21,7 @@ from graphsplit.frames import is_own, where_defined
 from graphsplit.guards.classes import (
     HOOKED_METHODS,
     HookedClasses,
+    OwnDictionaries,
     attributes_of,
     is_plain_class,
     is_watchable,
@@ -35,6 +30,7 @@ from graphsplit.guards.classes import (
     is_watched_file,
     number_of,
     own_dictionary,
+    slots_of,
 )
 from graphsplit.guards.code_facts import Item, facts_of
 from graphsplit.guards.hidden import hidden_places, hidden_values, weak_place
@@ -124,6 +120,7 @@ class ValueVisitor:
         special_of: The names of special methods that a piece of code is of.
         touched: Every module that was read, and every object of the user's classes that was met,
             by the identity of its dictionary (or its own): their classes count.
+        dictionaries: Those of such objects.
         weakly_met: Identities of dictionaries of objects that weak references led to.
         named: Classes, modules and functions whose attributes are noted by name, each with those
             that it had when it was met.
@@ -157,6 +154,7 @@ class ValueVisitor:
         self.met: dict[int, tuple[Any, str]] = {}
         self.weakly_met: set[int] = set()
         self.made: dict[int, Any] = {}  # objects that forward has made
+        self.dictionaries = OwnDictionaries()
         self.passes_by = self.looks_into = False
         self.on_first: Callable[[Place, Any], object] = lambda place, first: None
         self._classes = classes
@@ -217,6 +215,7 @@ class ValueVisitor:
 
     def let_go(self) -> None:
         """Hold no object any more that was met: the script may let go of it."""
+        self.dictionaries.clear()
         for held in (self.met, self.touched, self.made, self.tensors, self.containers):
             held.clear()
 
@@ -314,6 +313,7 @@ class ValueVisitor:
         if is_watchable(type(value)):
             if number_of(value) not in self.made:
                 self.touched[number_of(value)] = value
+                self.dictionaries.add(value)
             self.meet_class(type(value))
             self._classes.add(type(value))
             if self.passes_by:
@@ -433,13 +433,16 @@ class ValueVisitor:
 
     def note_all_of(self, one: Any, label: str) -> None:
         """Note all attributes of an object."""
-        held = own_dictionary(one)
-        if held is None or id(held) in self.made or isinstance(one, (FunctionType, ModuleType)):
+        if number_of(one) in self.made or isinstance(one, (FunctionType, ModuleType)):
             return
-        for name in list(held):
-            if not isinstance(one, nn.Module) or not is_torchs(one, name):
-                self.note_read(entry(held, name, f"{label}.{name}", "", self.path_of(held)))
-                self.meet(held[name], f"{label}.{name}")
+        held = own_dictionary(one) or {}
+        slots = slots_of(type(one)) if is_watchable(type(one)) else ()
+        places = [entry(held, n, f"{label}.{n}", "", self.path_of(held)) for n in held]
+        places += [Place(PlaceKind.SLOT, one, s.__name__, f"{label}.{s.__name__}") for s in slots]
+        for place in places:
+            if not isinstance(one, nn.Module) or not is_torchs(one, place.key):
+                self.note_read(place)
+                self.meet(place.read(), place.label)
 
     def path_of(self, held: Any) -> str | None:
         """The path of the module with a dictionary of attributes; None if there is none."""

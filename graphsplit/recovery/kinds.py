@@ -20,7 +20,7 @@ from graphsplit.checkpoint.states import Loaded, Stateful
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.modes import ensure_training
-from graphsplit.planning.written_values import can_be_written
+from graphsplit.planning.python_values import can_be_written
 from graphsplit.recovery.log import Entry
 from graphsplit.recovery.results import pack, unpack
 from graphsplit.recovery.snapshot.share import ModelSnapshot

@@ -6,6 +6,8 @@ import contextlib
 import cProfile
 import datetime
 import functools
+import hashlib
+import io
 import itertools
 import logging
 import os
@@ -18,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -114,6 +117,10 @@ READS: dict[str, tuple[Run, str]] = {
     "getenv": (lambda net, x: x * float(os.getenv("A", "2")), "reads the environment"),
     "open": (lambda net, x: x * len(Path(os.devnull).read_bytes()), "opens a file"),
 }
+WAITING: SimpleQueue[int] = SimpleQueue()
+for number in range(99):
+    WAITING.put(number)
+HASH, TEXT = hashlib.sha256(), io.StringIO()
 ITEMS: dict[str, Run] = {
     "a counter": lambda net, x: x * next(net.count),
     "a counter by its method": lambda net, x: x * net.further(),
@@ -123,6 +130,10 @@ ITEMS: dict[str, Run] = {
     "a generator that has begun": lambda net, x: x * next(net.begun),
     "a default": lambda net, x, items=DEFAULT: x * next(items),  # type: ignore[misc]
     "what a partial has": lambda net, x: x * NEXT(),
+    "of a queue in C": lambda net, x: x * WAITING.get(),
+    "put into one": lambda net, x: x if WAITING.put(1) else x * 2,  # type: ignore[func-returns-value]
+    "a hash": lambda net, x: x if HASH.update(b"x") else x * 2,  # type: ignore[func-returns-value]
+    "a text in memory": lambda net, x: x * TEXT.write("x"),
     "in a list of an object": lambda net, x: x * next(HELD.items[1]),
 }
 HARMLESS: dict[str, Run] = {

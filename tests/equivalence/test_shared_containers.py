@@ -15,7 +15,7 @@ from simulated.equivalence import assert_same_bits
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.planning.written_values import can_be_written
+from graphsplit.planning.python_values import can_be_written
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 Script = Callable[[int, Any], object]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import io
 import queue
 import sys
 import threading
@@ -163,6 +164,41 @@ def _slot(held: Any) -> int:
     return found
 
 
+class Checked:
+    """Gets a dictionary of attributes anew with each of them, as classes of pydantic do."""
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "__dict__", values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, "__dict__", {**vars(self), name: value})
+
+
+class PastItself:
+    """Keeps the number in a slot of its own, and reads it past its class."""
+
+    __slots__ = ("__n",)
+
+    def __init__(self) -> None:
+        self.__n = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return object.__getattribute__(self, "_PastItself__n")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, "_PastItself__n", value)
+
+
+def _put_past_its_class(held: Any, n: int) -> None:
+    object.__setattr__(held, "n", n)
+
+
+def _put_text(held: Any, n: int) -> None:
+    held.seek(0)
+    held.truncate()
+    held.write(str(n))
+
+
 KINDS: dict[str, Callable[[], Kept]] = {
     "class": lambda: Kept(One(), lambda held: held.n, _put_class),
     "attributes": lambda: Kept(Key(), lambda held: vars(held).get("n", 1), _put_attributes),
@@ -170,6 +206,10 @@ KINDS: dict[str, Callable[[], Kept]] = {
     "keyword default": lambda: Kept(_with_default(), lambda held: held(), _put_keyword_default),
     "keyword": lambda: Kept(partial(_with_default(), n=1), lambda held: held(), _put_keyword),
     "slots": lambda: Kept(_slotted(), _slot, _put_slot),
+    "frozen": lambda: Kept(Key(), lambda held: getattr(held, "n", 1), _put_past_its_class),
+    "checked": lambda: Kept(Checked(n=1), lambda held: held.n, _put_attribute),
+    "slot": lambda: Kept(PastItself(), lambda held: held.n, _put_attribute),
+    "text": lambda: Kept(io.StringIO("1"), lambda held: int(held.getvalue()), _put_text),
     "namespace": lambda: Kept(argparse.Namespace(n=1), lambda held: held.n, _put_attribute),
     "local": lambda: Kept(threading.local(), lambda held: getattr(held, "n", 1), _put_attribute),
     "dictionary": lambda: Kept(UserDict(n=1), _entry, _put_entry),
@@ -275,7 +315,7 @@ def test_forward_counts_as_often_as_in_eager_mode(kind: str, microbatches: int) 
 @pytest.mark.usefixtures("threads_as_workers")
 @pytest.mark.filterwarnings("ignore:network or loss reads")
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"queue", "metaclass"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"queue", "metaclass", "text"}))
 def test_a_call_finds_what_stood_there(kind: str, microbatches: int) -> None:
     def losses(make: Callable[..., Any]) -> list[float]:
         return _losses(make, KINDS[kind](), microbatches, counts=False)

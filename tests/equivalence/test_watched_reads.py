@@ -10,8 +10,10 @@ import copy
 import ctypes
 import decimal
 import functools
+import hashlib
 import importlib
 import inspect
+import io
 import logging
 import math
 import multiprocessing
@@ -250,6 +252,39 @@ def _of_torch(one: Any, name: str) -> tuple[Weigh, SetWeight]:
 def _waiting() -> tuple[Weigh, SetWeight]:
     waiting: queue.Queue[float] = queue.Queue()
     return lambda: 1.0 + waiting.qsize(), waiting.put
+
+
+def _in_memory() -> tuple[Weigh, SetWeight]:
+    text = io.StringIO("1")
+    return lambda: float(text.getvalue()), lambda value: text.write(f"{value:.0f}") and None
+
+
+def _waiting_in_c() -> tuple[Weigh, SetWeight]:
+    waiting: queue.SimpleQueue[float] = queue.SimpleQueue()
+    return lambda: 1.0 + waiting.qsize(), waiting.put
+
+
+def _hashed() -> tuple[Weigh, SetWeight]:
+    made = hashlib.sha256()
+    return lambda: made.digest()[0] / 256, lambda value: made.update(str(value).encode())
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+
+def _slot(read: Callable[[Any], Any]) -> tuple[Weigh, SetWeight]:
+    one = Slotted()
+    return _attribute(one, lambda: read(one))
+
+
+def _static(one: Any) -> tuple[Weigh, SetWeight]:
+    return _attribute(one, lambda: inspect.getattr_static(one, "weight"))
+
+
+def _replaced() -> tuple[Weigh, SetWeight]:
+    one = Holder()
+    return _attribute(one, lambda: one.weight)[0], lambda v: setattr(one, "__dict__", {"weight": v})
 
 
 def _valued(one: Any) -> tuple[Weigh, SetWeight]:
@@ -639,6 +674,13 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "memory of other processes": lambda: _valued(multiprocessing.Value("d", 1.0)),
     "number in C": lambda: _valued(ctypes.c_double(1.0)),
     "event": _event,
+    "file in memory": _in_memory,
+    "queue in C": _waiting_in_c,
+    "hash": _hashed,
+    "slot past its class": lambda: _slot(lambda one: object.__getattribute__(one, "weight")),
+    "slot by its descriptor": lambda: _slot(lambda one: vars(Slotted)["weight"].__get__(one)),
+    "statically": lambda: _static(Holder()),
+    "dictionary that is replaced": _replaced,
     "thread local of a class": _of_thread,
     "arguments of an exception": _raised,
     "level of a logger": _logged,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -43,7 +42,6 @@ class Net(nn.Module):
         self.items: list[Any] = [0.5]
         self.others: list[Any] = []
         self.seen: torch.Tensor | None = None
-        self.counts: dict[str, int] = defaultdict(int)
         self.table = {"first": torch.ones(4)}
         self.register_buffer("mean", torch.zeros(4))
         self._change = change
@@ -133,11 +131,6 @@ def _asks(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h + net.mean
 
 
-def _counts_modes(net: Any, h: torch.Tensor) -> torch.Tensor:
-    net.counts["train" if net.training else "eval"] += 1
-    return h * (1 + 0.1 * net.counts["train"])
-
-
 def _leaves_all(net: Any, held: SimpleNamespace, step: int) -> None:
     pass
 
@@ -148,7 +141,6 @@ PROGRAMS = {
     "two lists that forward exchanges": Program(_exchanges, _holds_both),
     "an average that the script begins": Program(_averages, _begins_an_average),
     "a tensor of the script beside one of forward": Program(_adds_to_a_table, _leaves_all),
-    "a dictionary of a class of its own": Program(_counts_modes, _leaves_all),
     "a buffer behind a question": Program(_asks, _leaves_all),
 }
 CASES = [  # with the worker that is killed, how often snapshots are taken, and by train or not
@@ -157,7 +149,6 @@ CASES = [  # with the worker that is killed, how often snapshots are taken, and 
     ("two lists that forward exchanges", 1, 1, True),
     ("an average that the script begins", 1, 1, True),
     ("a tensor of the script beside one of forward", 0, 1, False),
-    ("a dictionary of a class of its own", 0, 1, False),
     ("a buffer behind a question", 1, 1, False),
 ]
 
@@ -178,7 +169,7 @@ def _train(make: Any, program: Program, *, in_one_call: bool) -> dict[str, Any]:
             losses.append(float(model.train_step(*batches[0])))
         outputs.append(model.predict(batches[0][0]))
         looked.append((copy.copy(held.history), held.history is net.items))
-    ends = [copy.copy(one) for one in (net.items, net.others, net.counts)]
+    ends = [copy.copy(one) for one in (net.items, net.others)]
     state = copy.deepcopy(model.state_dict())
     return {"losses": losses, "outputs": outputs, "state": state, "ends": ends, "looked": looked}
 

@@ -1,4 +1,4 @@
-"""Iterators and NumPy's generators that a network's code keeps: did a recording move them on?
+"""Iterators, NumPy's generators, queues in C that a network's code keeps: did it move them on?
 
 No hook sees what C code does with them. So where a place that holds one is first read, its state is
 noted; after the recording the states are compared.
@@ -19,6 +19,7 @@ from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.errors import CaptureError
 from graphsplit.guards.classes import is_watchable
+from graphsplit.guards.hidden import TELLING, told_by
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import any_leaf
 
@@ -68,7 +69,8 @@ class KeptIterators:
                 _holder_of(value).hold(state)
         if moved and kind is None:
             value, _, place = moved[0]
-            what = "an iterator" if isinstance(value, Iterator) else "a NumPy generator"
+            what = "a NumPy generator" if isinstance(value, _OF_NUMPY) else "an iterator"
+            what = "an object with a state" if isinstance(value, TELLING) else what
             raise MovedOnError(
                 f"forward or the loss uses {place.label}, {what} that was there before"
                 f" ({type(value).__name__}); the captured graph would keep what it got, "
@@ -81,7 +83,9 @@ class KeptIterators:
 @functools.lru_cache(maxsize=4096)
 def _moves(kind: Any) -> bool:
     """Whether objects of a class move on unseen; what one of the user's does, attributes show."""
-    return issubclass(kind, _OF_NUMPY) or (issubclass(kind, Iterator) and not is_watchable(kind))
+    if issubclass(kind, (*_OF_NUMPY, *TELLING)):
+        return True
+    return issubclass(kind, Iterator) and not is_watchable(kind)
 
 
 def _state_of(value: Any) -> Any:
@@ -92,6 +96,8 @@ def _state_of(value: Any) -> Any:
     """
     if isinstance(value, _OF_NUMPY):
         return _holder_of(value).held()
+    if isinstance(value, TELLING):
+        return told_by(value)
     if isinstance(value, GeneratorType):
         return inspect.getgeneratorstate(value)
     return _position(value, _MAX_DEPTH)

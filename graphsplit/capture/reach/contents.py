@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from graphsplit.errors import CaptureError
+from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.values import fill_set, keys_of, values_of
 
 MAX_COPIED = 1 << 24  # octets of an array
@@ -48,6 +49,19 @@ def octets_in(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.tobytes()
     return pickle.dumps(value)
+
+
+def attributes_in(of: Any, own: dict[Any, Any]) -> dict[Any, Any]:
+    """The contents of a dictionary; of the one that an object has by now, if it was its own."""
+    held = own_dictionary(of)
+    return held_in(own if held is None else held)
+
+
+def set_attributes(of: Any, own: dict[Any, Any], noted: dict[Any, Any]) -> None:
+    """Give a dictionary its contents back; that of an object's attributes, if it is one, to it."""
+    if of is not None and own_dictionary(of) is not own:
+        object.__setattr__(of, "__dict__", own)
+    refill(own, noted)
 
 
 def set_slots(value: Any, slots: Iterable[str], noted: dict[str, Any]) -> None:
@@ -107,10 +121,10 @@ def refuse_large(name: str) -> None:
 
 
 def refuse_used(name: str) -> None:
-    """Refuse to put an iterator back to where it stood."""
+    """Refuse to put an iterator, or what tells no more than that it has changed, back."""
     raise CaptureError(
-        f"what is kept whole takes items from an iterator, {name}; making a plan has to run it, "
-        f"and cannot give them back\n"
-        f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
-        f"is then not run when a plan is made."
+        f"what is kept whole takes items from an iterator, a queue or a hash, {name}; making a "
+        f"plan has to run it, and cannot give them back\n"
+        f"  Fix: keep an index or a list instead, or say what it returns, with "
+        f"gs.opaque(..., outputs=f): it is then not run when a plan is made."
     )

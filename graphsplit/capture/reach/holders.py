@@ -53,7 +53,7 @@ class Holder:
         decides: bool = True,
         of: Any = None,
     ) -> None:
-        self._of = _weakly(thing if of is None else of)
+        self._of = weakly(thing if of is None else of)
         self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
         self.generator = thing if isinstance(thing, GENERATORS) else None
@@ -154,7 +154,8 @@ def at_place(place: Place) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return read, write
 
 
-def _weakly(value: Any) -> Callable[[], Any]:
+def weakly(value: Any) -> Callable[[], Any]:
+    """A function that gives a value as long as somebody else holds it, where that can be told."""
     try:
         return weakref.ref(value)
     except TypeError:  # a list, a dictionary, an object with slots

@@ -31,6 +31,7 @@ from torch import nn
 from graphsplit.capture.reach.contents import (
     MAX_COPIED,
     NOTHING,
+    attributes_in,
     content_of,
     held_in,
     is_iterator,
@@ -39,20 +40,16 @@ from graphsplit.capture.reach.contents import (
     refill,
     refuse_large,
     refuse_used,
+    set_attributes,
     set_items,
     set_slots,
     set_state,
 )
-from graphsplit.capture.reach.holders import (
-    NUMPYS,
-    PYTHONS,
-    ByValue,
-    Holder,
-    at_place,
-)
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder, at_place, weakly
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
+from graphsplit.guards.classes import slots_of
 from graphsplit.guards.code_facts import HUNG_THERE
-from graphsplit.guards.hidden import FIELDS, hidden_places, kept_fields
+from graphsplit.guards.hidden import FIELDS, TELLING, hidden_places, is_a_file, kept_fields, told_by
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import BY_VALUE, IN_C
 from graphsplit.torch_ext.attributes import (
@@ -204,7 +201,7 @@ class Walk:
     def _visit_function(self, function: types.FunctionType) -> None:
         if is_of_library(function.__module__):
             # Of a library: only what the user has handed it; what records him leads to all he has.
-            records = function.__module__.startswith("graphsplit.guards.")
+            records = str(function.__module__).startswith("graphsplit.guards.")
             cells: Iterable[Any] = function.__closure__ or ()
             for cell in cells:
                 if not records or isinstance(content_of(cell), types.FunctionType):
@@ -376,8 +373,9 @@ class Walk:
                 value, name, lambda: zlib.crc32(value.tobytes()), lambda _: refuse_large(name)
             )
 
-    def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
-        self._hold_dict(value, name)
+    def _visit_dict(self, value: dict[Any, Any], name: str, of: Any = None) -> None:
+        """Visit a dictionary; that of an object's attributes, which may be given another one."""
+        self._hold_dict(value, name, of)
         for key, item in held_in(value).items():
             self._push(key, name)
             self._push(item, f"{name}[{key!r}]" if isinstance(key, (str, int)) else name)
@@ -413,6 +411,9 @@ class Walk:
             value, threading.local
         ):
             return
+        if isinstance(value, TELLING) and not is_a_file(value):
+            self._hold(value, name, lambda: told_by(value), lambda s: refuse_used(name))
+            return
         for place in hidden_places(value, name):
             if place.kind is PlaceKind.ITSELF:
                 self._push(place.holder, name)
@@ -438,14 +439,19 @@ class Walk:
             for inner in list((held.get(kind) or {}).values()):
                 self._push(inner, f"{label}.{kind}")
 
-    def _hold_dict(self, value: dict[Any, Any], name: str) -> None:
-        self._hold(value, name, lambda: held_in(value), lambda s: refill(value, s))
+    def _hold_dict(self, value: dict[Any, Any], name: str, of: Any = None) -> None:
+        owner = weakly(of)
+        read = lambda: attributes_in(owner(), value)  # noqa: E731
+        self._hold(value, name, read, lambda noted: set_attributes(owner(), value, noted))
 
     def _visit_attributes(self, value: Any, name: str) -> None:
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):  # an empty one may get entries
-            self._visit_dict(held, f"an attribute of {type(value).__name__}")
-        slots = [s for k in type(value).__mro__ for s in _slots(k) if not s.startswith("__")]
+            self._visit_dict(held, f"an attribute of {type(value).__name__}", value)
+        of_users = (
+            s for s in slots_of(type(value)) if not is_of_library(s.__objclass__.__module__)
+        )
+        slots = [slot.__name__ for slot in of_users]
         if slots:
             self._hold(
                 value,
@@ -482,11 +488,6 @@ class Walk:
 
 
 _SCRIPTED = (bool, int, float, str, list, dict, tuple)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found = vars(kind).get("__slots__", ()) if not is_of_library(kind.__module__) else ()
-    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _copy(where: int, octets: bytes) -> None:

@@ -28,7 +28,7 @@ from graphsplit.checkpoint.generators import put_generator, state_of_generator
 from graphsplit.errors import StateError
 from graphsplit.guards.values import freeze, put_into, thaw
 from graphsplit.optimizers.ownership import is_elsewhere
-from graphsplit.planning.written_values import can_be_written
+from graphsplit.planning.python_values import can_be_written
 from graphsplit.torch_ext.attributes import MODULES, PARAMETERS, is_of_user
 
 Written = list[list[Any]]  # of each entry its key, and its value where that is not as it was built
