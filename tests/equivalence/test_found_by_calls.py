@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -275,3 +276,18 @@ def test_what_both_change_is_refused() -> None:
 
 def _raises_n(held: Any) -> None:
     held.n = 5
+
+
+def test_that_both_put_another_list_there_is_refused() -> None:
+    """Also where it holds the same: what stands in it would be that of another one."""
+    with pytest.raises(StepFailedError, match="which the code around it changes as well"):
+        _follows(_nothing, _puts_a_copy, _copies, 1)
+
+
+def _puts_a_copy(held: Any) -> None:
+    held.seen = list(held.seen)
+
+
+def _copies(held: Any) -> int:
+    held.seen = copy.deepcopy(held.seen)
+    return 1 + len(held.seen)

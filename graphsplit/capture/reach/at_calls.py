@@ -364,7 +364,8 @@ def standing(
             _put(place, value)
         yield
         for place, value in values:
-            if not same(value, place.read()):
+            now = place.read()
+            if not same(value, now) or _is_other(value, now):
                 raise refuse(place)
     finally:
         for place, was in reversed(before):
