@@ -222,6 +222,8 @@ def _as_loaded(
 def make_buffers_again(task: Task, saved: Collection[str]) -> None:
     """Register tensors that are plain attributes still: capture had made them buffers.
 
+    One that is made of a parameter, as a pruned weight, had that parameter's name before.
+
     Args:
         task: Whose network and loss.
         saved: The names of tensors that were state in another process.
@@ -234,7 +236,8 @@ def make_buffers_again(task: Task, saved: Collection[str]) -> None:
         for top, module in modules.items()
         for path, child in module.named_modules()
         for name, held in vars(child).items()
-        if isinstance(held, torch.Tensor) and ".".join(filter(None, (top, path, name))) in saved
+        if isinstance(held, torch.Tensor) and not held.requires_grad
+        if ".".join(filter(None, (top, path, name))) in saved
     ]
     make_buffers(modules, found)
 

@@ -411,8 +411,9 @@ class Walk:
             value, threading.local
         ):
             return
-        if isinstance(value, TELLING) and not is_a_file(value):
-            self._hold(value, name, lambda: told_by(value), lambda s: refuse_used(name))
+        if isinstance(value, TELLING) and not is_a_file(value):  # other threads take and put, too
+            if self.most is None:
+                self._hold(value, name, lambda: told_by(value), lambda s: refuse_used(name))
             return
         for place in hidden_places(value, name):
             if place.kind is PlaceKind.ITSELF:
