@@ -41,7 +41,7 @@ _VIEWS: tuple[type, ...] = (
     type(_EMPTY.items()),
 )
 _OF_FUNCTIONS = frozenset(("__code__", "__defaults__", "__kwdefaults__"))
-OF_OBJECTS = frozenset(("__class__", "__dict__"))
+OF_OBJECTS = frozenset(("__class__",))
 FIELDS = _OF_FUNCTIONS | OF_OBJECTS
 _FILES = (io.BytesIO, io.StringIO)
 _HASHES = tuple({type(make()) for make in (hashlib.sha256, hashlib.sha3_256, hashlib.blake2b)})
