@@ -23,9 +23,11 @@ Links = str | os.PathLike[str] | Mapping[tuple[int, int], tuple[float, float]]
 """A file of ``graphsplit doctor --save-links``; or seconds that a message takes from one rank to
 another, and bytes that follow in a second."""
 _MOST_EDGES = 12
-_VALUE_S = 70e-6
+_VALUE_S = 150e-6
 """What a value takes beyond the wire, which is all that is measured between hosts: two wake-ups,
-its header and credit (`benchmarks/bench_hop.py --only gloo`, 1 KiB)."""
+its header and credit. It is 70 µs where its receiver has just been busy
+(`benchmarks/bench_hop.py --only gloo`, 1 KiB), 110 to 200 in a profile of LeNet over a cable,
+whose workers wait."""
 
 
 def with_links(costs: Costs, links: Links, num_workers: int) -> Costs:

@@ -40,6 +40,7 @@ from graphsplit.profiling.trial_run import (
     tried_costs,
 )
 from graphsplit.program.lower import StepPart, WorkerProgram
+from graphsplit.schedule.estimates import estimated_costs
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.settings import FAIL_FAST
 from graphsplit.text import called, meant, no_attribute
@@ -123,13 +124,14 @@ class Explainer:
         if division.weights and not plan.is_microbatched:
             why = "its microbatches run one after the other"
             return plan, [], [], [f"not known: {why}; model.profile() measures a job"]
+        known = estimated_costs(plan)
+        if links is not None:
+            known = with_links(known, links, plan.num_workers)
         try:
             first = leaves(division.microbatches[0])
-            costs = tried_costs(plan, state, first, self._task.optimizers)
+            costs = tried_costs(plan, state, first, self._task.optimizers, known)
         except NotTriedError as why:
             return plan, [], [], [f"not known: {why}; model.profile() measures a job"]
-        if links is not None:
-            costs = with_links(costs, links, plan.num_workers)
         own = [type(one).__name__ for one in self._task.optimizers if not is_tried(one)]
         untried = f", {own[0]} not counted" if own else ""
         predicted = simulate(plan, programs, costs, num_steps=2, leader=consumers_of(plan)[0])

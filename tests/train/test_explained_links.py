@@ -70,7 +70,18 @@ def test_what_doctor_measures_is_read_by_hosts(tmp_path: Path) -> None:
     assert read_links(path) == measured
     edges = seconds_of_edges(model_of().explain(*BATCH, links=path))
     # Half of there and back, and what a value takes beyond the wire; one host as it is assumed.
-    assert edges["1", "2"] == [pytest.approx(20 + 0.07 + 4.096)] and edges["0", "1"][0] < 1
+    assert edges["1", "2"] == [pytest.approx(20 + 0.15 + 4.096)] and edges["0", "1"][0] < 1
+
+
+def test_what_runs_behind_a_message_is_tried_behind_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    links = {(0, 1): (4e-3, 1e9), (1, 0): (1.0, 1e9)}
+    model_of().explain(*BATCH, links=links)
+    # For worker 1 as long as its message takes, for worker 0 no longer than makes a difference.
+    assert any(4e-3 < seconds < 9e-3 for seconds in slept) and max(slept) == 10e-3
 
 
 @pytest.mark.parametrize(
