@@ -7,7 +7,8 @@ and by ``graphsplit run -H a,b``, in turns. The figure is the difference of the 
 
 ``gpt`` and ``lenet``: two hosts with a worker each, joined by a cable that ``tc`` shapes (tbf).
 ``graphsplit doctor`` measures it, ``model.explain(*batch, links=...)`` predicts a step before
-anything is trained, and then steps are measured; and the same on a cable that is not shaped.
+anything is trained, and then steps are measured; and the same on a cable that is not shaped. The
+GPT-like one has the schedule "auto", which is for slow links.
 
 Hosts are those of the tests: daemons of openssh-server on addresses of loopback, and network
 namespaces, for which this must be root. Nothing of both is left.
@@ -50,7 +51,7 @@ def place_lenet_on_two(net: Any) -> None:
 
 
 HERE: Mapping[str, Case] = {
-    "gpt": CASES["gpt"],
+    "gpt": replace(CASES["gpt"], options={"schedule": "auto"}),
     "lenet": replace(CASES["lenet"], place=place_lenet_on_two, num_workers=2, num_steps=20),
 }
 

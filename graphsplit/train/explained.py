@@ -26,6 +26,7 @@ from graphsplit.planning.modes import as_in
 from graphsplit.planning.passes import (
     capture_graph,
     consumers_of,
+    lower_plan,
     placement_rules,
     plan_ahead,
 )
@@ -40,6 +41,7 @@ from graphsplit.profiling.trial_run import (
     tried_costs,
 )
 from graphsplit.program.lower import StepPart, WorkerProgram
+from graphsplit.schedule.auto import takes_costs
 from graphsplit.schedule.estimates import estimated_costs
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.settings import FAIL_FAST
@@ -132,6 +134,8 @@ class Explainer:
             costs = tried_costs(plan, state, first, self._task.optimizers, known)
         except NotTriedError as why:
             return plan, [], [], [f"not known: {why}; model.profile() measures a job"]
+        if takes_costs(self._task.schedule):  # as a job does once it knows what its steps cost
+            programs = lower_plan(plan, _part_of(division), self._task.schedule, costs)
         own = [type(one).__name__ for one in self._task.optimizers if not is_tried(one)]
         untried = f", {own[0]} not counted" if own else ""
         predicted = simulate(plan, programs, costs, num_steps=2, leader=consumers_of(plan)[0])
@@ -225,7 +229,7 @@ class Explainer:
             task,
             num_workers=self._num_workers(graph),
             owners=self._engine.owners(),
-            part=StepPart(len(division.microbatches), is_microbatched=bool(division.weights)),
+            part=_part_of(division),
         )
 
     def _num_workers(self, graph: CapturedGraph) -> int:
@@ -253,6 +257,10 @@ class Explainer:
             f"nothing has been planned yet\n  Fix: pass a batch, as in model.{method}(inputs, "
             f"target), or call it after the first step."
         )
+
+
+def _part_of(division: Division) -> StepPart:
+    return StepPart(len(division.microbatches), is_microbatched=bool(division.weights))
 
 
 # What other libraries call the methods of a Model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.encoding.links import MeasuredHost, MeasuredLink, MeasuredLinks, read_links
 from graphsplit.errors import ConfigurationError
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.schedule.auto import POLICIES
+from graphsplit.schedule.costs import Costs, LinkCost
 
 SLOW = (20e-3, 1e6)  # seconds, bytes per second: beside it computing is nothing
 BATCH = torch.ones(32, 8), torch.zeros(32, dtype=torch.int64)
@@ -19,13 +23,14 @@ HOSTS = (MeasuredHost("a", (0, 1), 2), MeasuredHost("b", (2,), 1))
 LINKS = (MeasuredLink("a", "b", 40e-3, 1e6), MeasuredLink("b", "a", 40e-3, 1e6))
 
 
-def model_of(*, microbatches: int = 1) -> gs.Model:
+def model_of(*, microbatches: int = 1, schedule: Any = "1f1b") -> gs.Model:
     """Three workers in a row; 8 KiB go from 0 to 1 and back, 4 KiB from 1 to 2."""
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 4))
     for at, rank in ((0, 0), (2, 1), (3, 2)):
         net[at].place("MS_WORKER", rank)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return gs.Model(net, nn.CrossEntropyLoss(), optimizer, microbatches=microbatches)
+    options = {"microbatches": microbatches, "schedule": schedule}
+    return gs.Model(net, nn.CrossEntropyLoss(), optimizer, **options)
 
 
 def seconds_of_edges(text: str) -> dict[tuple[str, str], list[float]]:
@@ -61,6 +66,19 @@ def test_the_seconds_of_an_edge_are_those_of_all_its_messages() -> None:
     links = {(0, 1): SLOW, (1, 0): SLOW}
     text = model_of(microbatches=4).explain(*BATCH, links=links)
     assert seconds_of_edges(text)["0", "1"] == [pytest.approx(4 * 20 + 8.192)]
+
+
+def test_a_schedule_that_looks_at_costs_sees_the_links_as_a_job_would_let_it() -> None:
+    seen: list[Costs | None] = []
+
+    def own(plan: PartitionPlan, microbatches: int, costs: Costs | None = None) -> Any:
+        seen.append(costs)
+        return POLICIES["1f1b"](plan, microbatches)
+
+    links = {(0, 1): SLOW, (1, 0): SLOW}
+    model_of(microbatches=4, schedule=own).explain(*BATCH, links=links)
+    assert seen[-1] is not None and seen[-1].links[0, 1] == LinkCost(*SLOW)
+    assert min(seen[-1].forward.values()) > 0
 
 
 def test_what_doctor_measures_is_read_by_hosts(tmp_path: Path) -> None:
