@@ -5,16 +5,23 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any, TypeVar
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 from graphsplit.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_KINDS_OF_PATHS = ("PurePosix", "PureWindows", "Posix", "Windows")
 # Names of arguments in other libraries, and here.
 _USUAL_ARGUMENTS = {
     "model": "net", "module": "net", "network": "net", "loss": "loss_fn", "criterion": "loss_fn",
@@ -24,7 +31,20 @@ _USUAL_ARGUMENTS = {
     "steps_per_epoch": "steps", "nprocs": "workers", "num_workers": "workers",
     "timeout": "timeout_s", "monitor": "metric", "filepath": "path", "dirpath": "path",
 }  # fmt: skip
+PATHS = tuple(getattr(pathlib, f"{kind}Path") for kind in _KINDS_OF_PATHS)
+_TIMES = (date, time, datetime, timedelta, timezone, ZoneInfo)
+# Values that never change, and whose text tells all; what is derived from these may hold more.
+TOLD_BY_TEXT = frozenset((Decimal, Fraction, UUID, *_TIMES, *PATHS))
 _CUT = "\n... ({} characters left out) ...\n"
+
+
+def is_told_by_text(value: Any) -> bool:
+    """Whether this is a value that never changes and is all in its text: most time zones are."""
+    if type(value) not in TOLD_BY_TEXT:
+        return False
+    zone = value if type(value) is ZoneInfo else getattr(value, "tzinfo", None)
+    is_known = zone is None or type(zone) is timezone or (type(zone) is ZoneInfo and zone.key)
+    return bool(is_known)
 
 
 def described(value: Any) -> str:

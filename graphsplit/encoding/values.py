@@ -15,7 +15,8 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     complex            {"$complex": [real, imaginary]}
     array of Python    {"$array": [typecode, {"$bytes": ...}]}
     number of NumPy    {"$numpy": ["<f8", "00ff"]}
-    array of NumPy     {"$ndarray": ["<f8", shape, {"$tensor": ...}]}, its bytes
+    array of NumPy     {"$ndarray": ["<f8", shape, {"$tensor": ...}]}, its bytes; "F" for columns
+    dtype of NumPy     {"$npdtype": "<f8"}, or a list of its fields
     dtype, device      {"$dtype": "float32"}, {"$device": "cpu"}
     SimpleNamespace    {"$namespace": {...}}
     range, slice       {"$range": [start, stop, step]}
@@ -23,7 +24,9 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     Decimal, UUID      {"$decimal": "0.10"}
     Fraction           {"$fraction": [numerator, denominator]}
     date, timedelta    {"$date": [2026, 11, 30]}, {"$timedelta": [days, seconds, microseconds]}
-    time, datetime     {"$time": [hour, minute, second, microsecond, fold]}, without a time zone
+    time, datetime     {"$time": [hour, minute, second, microsecond, fold, timezone]}
+    timezone, ZoneInfo {"$timezone": [{"$timedelta": ...}, "CET"]}, {"$zone": "Europe/Berlin"}
+    pattern, path      {"$pattern": ["a+", 32]}, {"$PurePosixPath": "a/b"}
     member of an Enum  {"$enum": ["module:Class", "NAME"]}; flags put together: their number
 
 A tensor is named by the way to it, so that a person who opens the file knows what it is. The class
@@ -36,22 +39,19 @@ import array
 import json
 import marshal
 import math
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from enum import Enum, Flag
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID
 
 import numpy as np
 import torch
 
+from graphsplit.encoding.exact import EXACT, NUMBERS, dtype_of, is_exact, is_written
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.guards.values import is_told_by_text
 from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides, is_dense
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
@@ -61,7 +61,6 @@ _PAIRS: dict[str, type[dict[Any, Any]]] = {
     "$map": dict,
 }
 _WITHOUT_REFERENCES = 2  # later versions write equal values differently
-_NUMBERS = "biufcmM"  # kinds of NumPy's dtypes whose bytes are all that there is
 # Classes that are written as one tagged value, with the function that makes it and the one that
 # takes it. Who sent it is not trusted: none of them may take much memory for little text.
 _TAGGED: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -81,54 +80,13 @@ _TAGGED: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-# Classes of values that never change, of which subclasses are something else.
-_EXACT: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    range: ("$range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*parts)),
-    slice: ("$slice", lambda v: [v.start, v.stop, v.step], lambda parts: slice(*parts)),
-    torch.Size: ("$size", list, torch.Size),
-    Decimal: ("$decimal", str, lambda text: Decimal(_a(str, text))),
-    UUID: ("$uuid", str, lambda text: UUID(_a(str, text))),
-    Fraction: (
-        "$fraction",
-        lambda v: [v.numerator, v.denominator],
-        lambda parts: Fraction(*(_a(int, part) for part in parts)),
-    ),
-    date: ("$date", lambda v: [v.year, v.month, v.day], lambda parts: date(*parts)),
-    timedelta: (
-        "$timedelta",
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda parts: timedelta(*parts),
-    ),
-    time: (
-        "$time",
-        lambda v: [v.hour, v.minute, v.second, v.microsecond, v.fold],
-        lambda parts: time(*parts[:4], fold=parts[4]),
-    ),
-    datetime: (
-        "$datetime",
-        lambda v: [*v.timetuple()[:6], v.microsecond, v.fold],
-        lambda parts: datetime(*parts[:7], fold=parts[7]),
-    ),
-}
-
-
-def _a(kind: type, part: Any) -> Any:
-    if type(part) is not kind:  # Fraction("1e999999999") would take all memory
-        raise TypeError(f"expected {kind.__name__}, got {type(part).__name__}")
-    return part
-
-
-def is_exact(value: Any) -> bool:
-    """Whether a value that never changes is all in what is written of it."""
-    return type(value) in (range, slice, torch.Size) or is_told_by_text(value)
-
-
 def _of_pair(kind: Callable[[Any, Any], Any], pair: Any) -> Any:
     first, second = pair
     return kind(first, second)
 
 
-_BY_TAG = {tag: made for tag, _, made in (*_TAGGED.values(), *_EXACT.values())}
+_BY_TAG = {tag: made for tag, _, made in (*_TAGGED.values(), *EXACT.values())}
+_NOT_MADE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, re.error)
 _TOO_DEEP = "it is nested too deeply, or contains itself"
 
 
@@ -218,7 +176,7 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
     if has_bits(value):
         return _encode_bits(value, tensors, path)
     if is_exact(value):
-        tag, parts_of, _ = _EXACT[kind]
+        tag, parts_of, _ = EXACT[np.dtype if isinstance(value, np.dtype) else kind]
         return {tag: _encode(parts_of(value), tensors, path)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -238,7 +196,7 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
     raise StateError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__} and cannot be saved; "
         f"expected tensors, numbers and arrays, strings, bytes, None, dtypes, devices, "
-        f"members of enumerations, dates without a time zone, and lists, tuples, sets or "
+        f"members of enumerations, dates, paths, patterns, and lists, tuples, sets or "
         f"mappings of them\n"
         f"  Fix: leave it out of the state, or turn it into one of these."
     )
@@ -266,16 +224,19 @@ def _encode_tensor(
 def has_bits(value: Any) -> bool:
     """Whether this is a number or an array of NumPy that is all in its bytes and its dtype."""
     if type(value) is np.ndarray:
-        return value.dtype.kind in _NUMBERS and value.flags.c_contiguous
-    is_number = isinstance(value, np.generic) and value.dtype.kind in _NUMBERS
-    return is_number and np.dtype(value.dtype.str).type is type(value)  # not np.longlong
+        return value.flags.forc and is_written(value.dtype)
+    is_number = isinstance(value, np.generic) and value.dtype.kind in NUMBERS
+    return is_number and is_written(value.dtype)
 
 
 def _encode_bits(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
     if not isinstance(value, np.ndarray):
         return {"$numpy": [value.dtype.str, value.tobytes().hex()]}
-    octets = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
-    return {"$ndarray": [value.dtype.str, list(value.shape), _encode(octets, tensors, path)]}
+    order: Any = "C" if value.flags.c_contiguous else "F"
+    octets = torch.from_numpy(np.frombuffer(value.tobytes(order), np.uint8).copy())
+    descr = _encode(np.lib.format.dtype_to_descr(value.dtype), tensors, path)
+    parts = [descr, list(value.shape), _encode(octets, tensors, path)]
+    return {"$ndarray": parts if order == "C" else [*parts, order]}
 
 
 def _encode_mapping(
@@ -323,7 +284,7 @@ def decode(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return _decode_pairs(tag, content, tensor)
     try:
         return _decode_rare(tag, decode(content, tensor))
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
+    except _NOT_MADE as error:
         raise CheckpointError(f"a saved value is marked {tag!r}, but is none: {error}") from None
 
 
@@ -335,12 +296,11 @@ def _decode_rare(tag: str, content: Any) -> Any:
             return DTYPES[name]
         case "$enum", [str(where), str() | int() as name]:
             return _member(where, name)
-        case "$numpy", [str(kind), str(text)] if kind[1:2] in _NUMBERS:
+        case "$numpy", [str(kind), str(text)] if kind[1:2] in NUMBERS:
             return np.frombuffer(bytes.fromhex(text), kind)[0]
-        case "$ndarray", [str(kind), list(shape), torch.Tensor() as octets] if (
-            kind[1:2] in _NUMBERS
-        ):
-            return np.frombuffer(octets.numpy().tobytes(), kind).reshape(shape).copy()
+        case "$ndarray", [descr, list(shape), torch.Tensor() as octets, *order]:
+            made, form = np.frombuffer(octets.numpy().tobytes(), dtype_of(descr)), [*order, "C"]
+            return made.reshape(shape, order=form[0]).copy(order=form[0])
     raise CheckpointError(f"a saved value is marked {tag!r}, which nobody writes")
 
 

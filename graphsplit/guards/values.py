@@ -12,29 +12,25 @@ import array
 import copy
 import ctypes
 import enum
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, ValuesView
 from dataclasses import dataclass, replace
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID
 
 import numpy as np
 import torch
 
-from graphsplit.text import without_identities
+from graphsplit.text import TOLD_BY_TEXT, is_told_by_text, without_identities
 from graphsplit.torch_ext.stand_ins import StandIn
 
+OF_TORCH = (torch.layout, torch.memory_format, torch.qscheme)
 BY_VALUE = (
     *(bool, int, float, complex, str, bytes, range, slice),
-    *(torch.Size, torch.dtype, torch.device),
+    *(torch.Size, torch.dtype, torch.device, *OF_TORCH, re.Pattern),
 )
-# Of other values that never change, the text tells all; what is derived from these may hold more.
-_TOLD_BY_TEXT = frozenset((Decimal, Fraction, UUID, date, time, datetime, timedelta))
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
@@ -426,10 +422,12 @@ def _same_bits(one: Any, other: Any) -> bool:
     kind = type(one)
     if kind is not type(other):
         return False
-    if kind in (float, complex) or kind in _TOLD_BY_TEXT:
+    if kind in (float, complex) or kind in TOLD_BY_TEXT:
         return repr(one) == repr(other)  # -0.0 is not 0.0, and a NaN is itself
     if isinstance(one, np.generic):
         return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if isinstance(one, np.dtype):
+        return repr((one, one.metadata)) == repr((other, other.metadata))
     if isinstance(one, StandIn):
         return one.latest() is other.latest()
     return kind in BY_VALUE and bool(one == other)  # a class of the user's may make == its own
@@ -457,14 +455,9 @@ def is_plain(frozen: Any) -> bool:
     return (
         frozen is None
         or frozen is MISSING
-        or isinstance(frozen, (*BY_VALUE, np.generic, enum.Enum))
+        or isinstance(frozen, (*BY_VALUE, np.generic, np.dtype, enum.Enum))
         or is_told_by_text(frozen)
     )
-
-
-def is_told_by_text(value: Any) -> bool:
-    """Whether this is a value that never changes and is all in its text: a time zone is not."""
-    return type(value) in _TOLD_BY_TEXT and getattr(value, "tzinfo", None) is None
 
 
 def with_leaves(frozen: Any, change: Callable[[Any], Any]) -> Any:

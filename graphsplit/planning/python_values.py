@@ -18,7 +18,8 @@ from graphsplit.capture.reach.plain import PlainContents
 from graphsplit.capture.state.kept_names import names_in, with_lost, with_names, with_stand_ins
 from graphsplit.capture.state.kept_value import KeptValue, first_of
 from graphsplit.capture.state.older_values import kept_places, settle_older
-from graphsplit.encoding.values import has_bits, is_exact, is_known_member
+from graphsplit.encoding.exact import is_exact
+from graphsplit.encoding.values import has_bits, is_known_member
 from graphsplit.errors import StateError
 from graphsplit.guards.changes import holds, latest
 from graphsplit.guards.named_places import place_named

@@ -8,15 +8,19 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
+import numpy as np
 import pytest
 import torch
 from loop_helpers import Distribute, assert_same_bits, placed
@@ -109,10 +113,14 @@ def _with_history(own: Any, n: int) -> Any:
     return [own.history[0], own.rows, own.rows[1]["n"]]
 
 
+ZONES = (timezone(timedelta(hours=1)), ZoneInfo("Asia/Tokyo"))
 # What each step leaves: of its number, a tensor, and what is the network's own.
 KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
     "size": lambda n, mean, own: (mean.expand(n, -1).shape, slice(0, n), range(n)),
     "numbers": lambda n, mean, own: [Fraction(n, 3), Decimal(n) / 7, timedelta(n), Step(n)],
+    "times": lambda n, mean, own: [datetime(2026, 1, n, tzinfo=ZONES[n % 2]), ZONES[n % 2]],
+    "texts": lambda n, mean, own: [{Path("a") / str(n): re.compile("a" * n)}, np.str_("a" * n)],
+    "dtypes": lambda n, mean, own: [np.dtype(("f4", "i8")[n % 2]), np.ones((n, 2), order="F")],
     "functions": lambda n, mean, own: {"f": (torch.tanh, math.sin)[n % 2], "class": Key},
     "partial": lambda n, mean, own: partial(_added, n, more=n),
     "lists": lambda n, mean, own: _noted(n),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from enum import Flag, IntEnum
 from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import hypothesis.strategies as st
 import numpy as np
@@ -45,6 +48,10 @@ class Style(Flag):
 
 
 class Names(set[str]):
+    pass
+
+
+class Own(tzinfo):
     pass
 
 
@@ -189,7 +196,12 @@ def test_plain_values_that_json_has_no_word_for_come_back() -> None:
         array("d", [0.1, -0.0]), array("b"),
         range(1, 9, 2), slice(None, 3), torch.Size([2, 3]), Decimal("0.10"), Fraction(-1, 3),
         date(2026, 11, 30), time(1, 2, 3, 4, fold=1), datetime(2026, 11, 30, 1, fold=1),
-        timedelta(-1, 2, 3), UUID(int=1 << 90),
+        timedelta(-1, 2, 3), UUID(int=1 << 90), timezone.utc, timezone(timedelta(hours=-2), "X"),
+        ZoneInfo("Asia/Tokyo"), datetime(2026, 11, 30, tzinfo=timezone(timedelta(hours=1))),
+        time(1, tzinfo=timezone.utc), datetime(2026, 1, 1, tzinfo=ZoneInfo("Asia/Tokyo")),
+        re.compile("a+"), re.compile(b"a", re.I | re.S), PurePosixPath("/a/b"), Path("a"),
+        PureWindowsPath("c:/a"), np.dtype("f4"), np.dtype([("a", "<i4"), ("b", "f8", (2,))]),
+        np.dtype("<U3"), torch.channels_last, torch.sparse_coo, torch.per_tensor_affine,
     ]  # fmt: skip
     assert repr(there_and_back(values)) == repr(values)
     assert there_and_back(Names("a")) == {"a"}
@@ -201,6 +213,8 @@ def test_plain_values_that_json_has_no_word_for_come_back() -> None:
         *(np.float64(-0.0), np.float32(0.1), np.float16("nan"), np.int8(-3), np.uint64(2**64 - 1)),
         *(np.bool_(True), np.complex64(1 - 0j), np.datetime64("2026-11-27", "D"), np.longdouble(1)),
         *(np.arange(6.0).reshape(2, 3), np.zeros((0, 4), np.int16), np.array(2.5, ">f4")),
+        *(np.str_("ab"), np.bytes_(b"ab"), np.array(["ab", "c"]), np.arange(6.0).reshape(2, 3).T),
+        np.array([(1, 2.5)], [("a", "i4"), ("b", "f4")]),
     ],
 )
 def test_numbers_of_numpy_come_back_with_their_type_and_bits(value: Any) -> None:
@@ -208,6 +222,7 @@ def test_numbers_of_numpy_come_back_with_their_type_and_bits(value: Any) -> None
     assert type(found) is type(value)
     assert found.dtype == value.dtype
     assert found.shape == value.shape
+    assert found.strides == value.strides
     assert found.tobytes() == value.tobytes()
 
 
@@ -216,10 +231,12 @@ def test_numbers_of_numpy_come_back_with_their_type_and_bits(value: Any) -> None
     [
         ({"scheduler": {"fn": math.sqrt}}, r"extra/scheduler/fn is a builtins\.builtin_function"),
         ({"seen": [1, {math.sin}]}, r"extra/seen/1/0 is a builtins\.builtin_function"),
-        (datetime(2026, 11, 30, tzinfo=timezone.utc), r"extra is a datetime\.datetime"),
+        (datetime(2026, 11, 30, tzinfo=Own()), r"extra is a datetime\.datetime"),
         ({"w": torch.ones(2).to_sparse()}, r"extra/w is a torch\.sparse_coo tensor"),
         (np.array([None]), r"extra is a numpy\.ndarray"),
-        (np.zeros((2, 3)).T, r"extra is a numpy\.ndarray"),
+        (np.zeros((2, 3))[:, 1:], r"extra is a numpy\.ndarray"),
+        (np.dtype("q"), r"extra is a numpy\.dtypes\.LongLong"),
+        (np.dtype("f4", metadata={"a": 1}), r"extra is a numpy\.dtypes\.Float32"),
         (np.longlong(3), r"extra is a numpy\.longlong"),
     ],
 )
@@ -271,7 +288,12 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         {"$numpy": ["<U3", ""]},
         {"$numpy": ["<f8", "00"]},
         {"$ndarray": ["<f8", [1 << 40], {"$tensor": "t"}]},
-        {"$ndarray": ["|V8", [3], {"$tensor": "t"}]},
+        {"$ndarray": ["|O8", [3], {"$tensor": "t"}]},
+        {"$npdtype": [["a", "|O8"]]},
+        {"$layout": "load"},
+        {"$zone": "../../etc/passwd"},
+        {"$pattern": ["(", 32]},
+        {"$PosixPath": 1},
         {"$tensor": "t", "strides": [1]},
         {"$tensor": "t", "strides": [1, 1 << 40]},
         {"$tensor": "t", "strides": [-3, 1]},
