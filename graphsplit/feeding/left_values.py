@@ -9,12 +9,9 @@ places of containers that stood there before (``self.table = dict(self.table)``)
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
 from enum import Enum
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +21,14 @@ from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import ConfigurationError
+from graphsplit.feeding.left_kinds import (
+    MAKERS,
+    OBJECTS,
+    in_library,
+    name_in_library,
+    name_of_class,
+    parts_of,
+)
 from graphsplit.guards.changes import snapshots_in
 from graphsplit.guards.classes import attributes_of, own_dictionary, put_attributes, slot_of
 from graphsplit.guards.values import (
@@ -50,16 +55,13 @@ UNTOLD: Any = object()
 _MARK = "\0left"
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
 SAME = [_MARK, "same"]  # stands for what is there
-_MAPPING, _MEMBER, _PARTIAL = "mapping", "member", "functools.partial"
+_MAPPING, _MEMBER, _LIBRARY = "mapping", "member", "library"
 _NEW, _AGAIN = "new", "again"  # of what is new, and of what was sent before: two places hold it
-_LIBRARIES = {one.__name__: one for one in (torch, torch.nn.functional, math)}
-_NAMED = (type, FunctionType, BuiltinFunctionType)
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
 # Classes from which users derive their own, in the order in which they are looked for.
 _BASES = (bool, int, float, complex, str, bytes, tuple, frozenset, list, dict, set, deque)
 _IMMUTABLE = _BASES[:8]
-_OF_LIBRARIES = {kind.__name__: kind for kind in (Counter, OrderedDict, SimpleNamespace)}
-_USUAL = {kind.__new__ for kind in (object, list, dict, set, deque, *_OF_LIBRARIES.values())}
+_USUAL = {kind.__new__ for kind in (object, list, dict, set, deque, *OBJECTS.values())}
 _DEEPEST = 5
 
 
@@ -270,19 +272,18 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
         shape = [*value.shape] if value.requires_grad else None
         sent = value.detach() if shape is None else value.new_empty(())
         return [_MARK, _TENSOR, sent, shape, before.add(value) if before is not None else 0]
-    own_name = value.__name__ if isinstance(value, _NAMED) else ""
-    for module, library in _LIBRARIES.items():
-        if own_name and getattr(library, own_name, None) is value:
-            return [_MARK, "library", module, own_name]
-    if kind is partial:
-        name, parts = _PARTIAL, [value.func, value.args, value.keywords]
+    if (in_library := name_in_library(value)) is not None:
+        return [_MARK, _LIBRARY, *in_library]
+    if (apart := parts_of(value)) is not None:
+        name, parts = apart
     elif name in _SEQUENCES and _SEQUENCES[name] is kind:
         keys, parts = [value.maxlen] if kind is deque else [], [*value]
     elif kind is dict:
         name, keys, parts = _MAPPING, [told_key(k, known) for k in value], [*value.values()]
     elif _is_plain_object(value):
-        attributes = attributes_of(value) or {}
-        name = [kind.__qualname__ if known_as is None else known_as]
+        attributes = _attributes_of(value)
+        own = name_of_class(kind) if kind in OBJECTS.values() else kind.__qualname__
+        name = [own if known_as is None else known_as]
         keys, parts = [*attributes], [*attributes.values()]
         if (content := _content_of(value)) is not None:
             keys, parts = [*keys, ""], [*parts, content]
@@ -302,13 +303,18 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
 def told_key(key: Any, known: Known) -> Any:
     """A key as it is sent: one that is an object is told by its name. See ``told``."""
     sent = key if can_be_written(key) and not isinstance(key, Enum) else told(key, known)
-    is_made = isinstance(sent, list) and sent[1] not in (_THERE, _MEMBER, "tuple")
+    is_made = isinstance(sent, list) and sent[1] not in (_THERE, _MEMBER, _LIBRARY, "tuple")
     return UNTOLD if is_made else sent
 
 
 def learned_key(sent: Any, known: Known) -> Any:
     """The key that was sent."""
     return learned(sent, None, "", known) if isinstance(sent, list) else sent
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    of_c = {"default_factory": value.default_factory} if isinstance(value, defaultdict) else {}
+    return {**(attributes_of(value) or {}), **of_c}
 
 
 def _content_of(value: Any) -> Any:
@@ -337,7 +343,7 @@ def _is_told_apart(value: Any, known: Known, before: Before | None) -> bool:
 def _is_plain_object(value: Any) -> bool:
     is_thing = not isinstance(value, (type, torch.Tensor, nn.Module))
     kind = type(value)
-    is_users = not is_of_library(kind.__module__) or kind in (*_OF_LIBRARIES.values(), defaultdict)
+    is_users = not is_of_library(kind.__module__) or kind in OBJECTS.values()
     is_users |= hasattr(kind, "_fields")  # a named tuple of a library's
     is_own = isinstance(value, _BASES) and kind not in _BASES
     return is_thing and is_users and (is_own or attributes_of(value) is not None)
@@ -378,7 +384,7 @@ def learned(
             found = known.there(kind)
             return found[name] if is_named else found(name)
         case ["\0left", "library", str(module), str(name)]:
-            return getattr(_LIBRARIES[module], name)
+            return in_library(module, name)
         case ["\0left", [name], list(keys), list(parts), number]:
             contents = dict(zip(keys, parts, strict=True))
             content = learned(contents.pop("", None), None, where, known, before)
@@ -407,9 +413,8 @@ def _value(sent: Sequence[Any], there: Any, where: str, known: Known, before: Be
             return KeptValue.of(tensor.expand(shape), where, "has a history, which stays there")
         case ["new", value]:
             return value
-        case ["functools.partial", list(), list(parts)]:
-            call, args, keywords = [learned(part, None, where, known, before) for part in parts]
-            return partial(call, *args, **keywords)
+        case [str(name), list(), list(parts)] if name in MAKERS:
+            return MAKERS[name](*(learned(part, None, where, known, before) for part in parts))
     name, keys, parts = sent
     return _container(name, keys, parts, there, where, known, before)
 
@@ -420,7 +425,7 @@ def _class_of(name: Any, there: Any, known: Known) -> type | None:
     if kind.__qualname__ == name or known.name_of(kind) == name:
         return kind
     found = known.named(name)
-    return found if isinstance(found, type) else _OF_LIBRARIES.get(name)
+    return found if isinstance(found, type) else OBJECTS.get(name)
 
 
 def _object(kind: Any, content: Any, there: Any, *, is_filled: bool) -> Any:

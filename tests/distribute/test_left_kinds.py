@@ -9,14 +9,15 @@ import copy
 import enum
 import math
 import re
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+import weakref
+from collections import ChainMap, Counter, OrderedDict, UserList, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from loop_helpers import Distribute, assert_same_bits, placed
+from numpy.polynomial import Polynomial
 from recovery_helpers import threads_as_workers
 from torch import nn
 
@@ -122,6 +124,15 @@ KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
     "texts": lambda n, mean, own: [{Path("a") / str(n): re.compile("a" * n)}, np.str_("a" * n)],
     "dtypes": lambda n, mean, own: [np.dtype(("f4", "i8")[n % 2]), np.ones((n, 2), order="F")],
     "functions": lambda n, mean, own: {"f": (torch.tanh, math.sin)[n % 2], "class": Key},
+    "library": lambda n, mean, own: {torch.special.erf: (np.mean, len)[n % 2], Path: Fraction},
+    "results": lambda n, mean, own: [torch.topk(mean, 2), mean.sort(), {"n": mean.max(dim=0)}],
+    "weak": lambda n, mean, own: [
+        weakref.ref(own.inner),
+        own.inner.forward,
+        MappingProxyType({n: 1}),
+    ],
+    "objects": lambda n, mean, own: [UserList([n]), ChainMap({"n": [n]}), Polynomial([n, 2])],
+    "errors": lambda n, mean, own: [ValueError(n, "x"), defaultdict(list, n=[n])],
     "partial": lambda n, mean, own: partial(_added, n, more=n),
     "lists": lambda n, mean, own: _noted(n),
     "mappings": lambda n, mean, own: Table(n=n, mean=mean),
@@ -180,6 +191,8 @@ def look(*values: Any) -> list[Any]:
             inside = [*value]
         if isinstance(value, Slotted):
             inside = [getattr(value, name, None) for name in ("n", "mean")]
+        elif isinstance(value, weakref.ReferenceType):
+            inside = [type(value()).__name__]
         elif isinstance(value, partial):
             inside = [value.func, value.args, value.keywords]
         elif not isinstance(value, (enum.Enum, type, FunctionType)):
