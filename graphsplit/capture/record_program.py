@@ -370,7 +370,8 @@ def refuse_reads_of_changed(calls: Iterable[OpaqueCall], noted: Iterable[Noted])
     Raises:
         CaptureError: Names both lines.
     """
-    places = [one for one in noted if one.is_read and one.is_whole]  # else its entries are
+    read = (one for one in noted if one.is_read or one.is_read_behind)
+    places = [one for one in read if one.is_whole]  # else its entries are
     for call in calls:
         for one in _touched(call, call.reached.left, places):
             raise CaptureError(changes_what_is_read(call, one[0].place))

@@ -183,3 +183,10 @@ def itself(container: Any, label: str) -> Place:
 def cell(holder: CellType, label: str, source: str = "") -> Place:
     """The variable of a closure."""
     return Place(PlaceKind.CELL, holder, "cell_contents", label, source)
+
+
+def named_place(holder: Any, name: str, label: str) -> Place:
+    """The place of an attribute of a class, a module or a function; of a global."""
+    if isinstance(holder, type):
+        return Place(PlaceKind.CLASS, holder, name, label)
+    return entry(holder if isinstance(holder, dict) else vars(holder), name, label)

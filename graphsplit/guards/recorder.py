@@ -46,9 +46,9 @@ from graphsplit.guards.classes import (
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place
-from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.guards.places import Place, PlaceKind, entry, named_place
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
-from graphsplit.guards.visitor import WITHOUT_VALUES, Noted, ValueVisitor, is_torchs, named_place
+from graphsplit.guards.visitor import WITHOUT_VALUES, Noted, ValueVisitor, is_torchs
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS, is_of_user
 from graphsplit.torch_ext.private import FakeTensor
 
@@ -127,12 +127,12 @@ class ReadRecorder(ValueVisitor):
             if collects:
                 gc.enable()
 
-    def asked_anew(self) -> set[Any]:
-        """The identities of the places that are used from now on, to be read later."""
+    def begin_part(self, *, with_code: bool = False) -> int:
+        """Begin another part of the step, and number it: uses are noted for each."""
         self._seen.clear()  # these reads would not be noted again
-        self._told.clear()
-        self.asked = set()
-        return self.asked
+        self._told = set() if with_code else self._told
+        self.part += 1
+        return self.part
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

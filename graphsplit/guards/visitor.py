@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ from graphsplit.guards.classes import (
 )
 from graphsplit.guards.code_facts import Item, facts_of
 from graphsplit.guards.hidden import hidden_places, hidden_values, weak_place
-from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself
+from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself, named_place
 from graphsplit.guards.values import (
     BUFFERS,
     BY_VALUE,
@@ -86,6 +86,8 @@ class Noted:
         is_read: Whether it was read before it was written.
         is_whole: Whether a container there was taken for more than one entry.
         is_written: Whether it was seen to be written.
+        uses: For each part of the step in which it was used: whether it was read there first.
+        is_read_behind: Whether it is read behind a call kept whole, which may have changed it.
     """
 
     place: Place
@@ -93,6 +95,13 @@ class Noted:
     is_read: bool = True
     is_whole: bool = True
     is_written: bool = False
+    uses: dict[int, bool] = field(default_factory=dict)
+    is_read_behind: bool = False
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is known when it was written."""
+        return self.is_written and bool(self.uses)
 
 
 class ValueVisitor:
@@ -107,7 +116,7 @@ class ValueVisitor:
 
     Attributes:
         noted: Every place, in the order of first use.
-        asked: The identities of places that were used since this was emptied.
+        part: The number of the part of the step that is recorded.
         containers: What each container held when it was first met, by identity: forward may have
             changed it since, wherever it is by now.
         tensors: Tensors that were met and that are no state of ``root``.
@@ -137,7 +146,7 @@ class ValueVisitor:
         real_of: Callable[[Any], Any],
     ) -> None:
         self.noted: dict[Any, Noted] = {}
-        self.asked: set[Any] = set()
+        self.part = 0
         self.containers: dict[int, Frozen] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -179,13 +188,12 @@ class ValueVisitor:
 
     def note(self, place: Place, *, is_read: bool = True, is_whole: bool = True) -> None:
         """Note a place, with what is there, unless it was noted before."""
-        self.asked.add(place.identity)
-        known = self.noted.get(place.identity)
-        if known is not None:
-            known.is_whole |= is_whole
-            return
-        first = self._as_met(freeze(place.read()))
-        self._note_first(place, first, is_read=is_read, is_whole=is_whole)
+        if place.identity not in self.noted:
+            first = self._as_met(freeze(place.read()))
+            self._note_first(place, first, is_read=is_read, is_whole=is_whole)
+        known = self.noted[place.identity]
+        known.is_whole |= is_whole
+        known.uses.setdefault(self.part, is_read)
 
     def _note_first(
         self, place: Place, first: Any, *, is_read: bool = True, is_whole: bool = True
@@ -386,9 +394,9 @@ class ValueVisitor:
             if variable != "__class__":
                 self.note_read(place, facts_of(code).cells_read.get(variable, ()))
                 self.meet(place.read(), variable)
-        for field in ("__code__", "__defaults__", "__kwdefaults__"):
-            if getattr(function, field) is not None:
-                self._note_field(function, field)
+        for kept in ("__code__", "__defaults__", "__kwdefaults__"):
+            if getattr(function, kept) is not None:
+                self._note_field(function, kept)
 
     def _note_field(self, function: FunctionType, field: str) -> None:
         label = f"{field.strip('_')} of {function.__qualname__}"
@@ -464,13 +472,6 @@ def _is_asked_for(value: Any, item: Item) -> bool:
         return item.is_attribute
     is_key = type(value) is dict or (type(value) is list and isinstance(item.key, int))
     return is_key and not item.is_attribute
-
-
-def named_place(holder: Any, name: str, label: str) -> Place:
-    """The place of an attribute of a class, a module or a function; of a global."""
-    if isinstance(holder, type):
-        return Place(PlaceKind.CLASS, holder, name, label)
-    return entry(holder if isinstance(holder, dict) else vars(holder), name, label)
 
 
 def is_torchs(module: nn.Module, name: str) -> bool:

@@ -159,6 +159,10 @@ def _lowers_n(held: Any) -> None:
     held.n = 0
 
 
+def _raises_n(held: Any) -> None:
+    held.n = 5
+
+
 def _counts_n(held: Any) -> float:
     held.n += 1
     count: int = held.n
@@ -192,6 +196,9 @@ CASES: dict[str, tuple[Code, Code, Callable[[Any], float]]] = {
 CHANGING = {
     "two entries of a dictionary": (_nothing, _counts_around, _counts_inside),
     "set anew before each call": (_lowers_n, _nothing, _counts_n),
+    "set anew behind each call": (_nothing, _raises_n, _counts_n),
+    "set before and behind": (_lowers_n, _raises_n, _counts_n),
+    "set alike before and behind": (_lowers_n, _lowers_n, _counts_n),
 }
 
 
@@ -269,13 +276,37 @@ def test_a_namespace_of_a_class_of_his_own_is_looked_at_without_being_read(case:
     _follows(*CASES[case], 1, _own_space)
 
 
-def test_what_both_change_is_refused() -> None:
-    with pytest.raises(StepFailedError, match="which the code around it changes as well"):
-        _follows(_lowers_n, _raises_n, _counts_n, 1)
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("after", [_nothing, _lowers_n, _raises_n])
+def test_what_is_left_is_what_was_set_last(after: Code, microbatches: int) -> None:
+    """By the call, or by the code behind it, though that leaves what stood there before."""
+
+    def left(make: Callable[..., Any]) -> list[int]:
+        torch.manual_seed(0)
+        net = Around(_lowers_n, after, _counts_n, Held)
+        _place(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        model = make(net, rows_against_target, optimizer, microbatches=microbatches)
+        found = []
+        for batch in batches_of(8, 8, num=3):
+            model.train_step(*batch)
+            found.append(net.held.n)
+        return found
+
+    assert_as_alone(lambda: left(PlainModel), lambda: left(gs.Model))
 
 
-def _raises_n(held: Any) -> None:
-    held.n = 5
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+def test_what_is_read_behind_a_call_that_changes_it_is_refused() -> None:
+    """Also where it is set before the call, and so not read of what the step before has left."""
+    with pytest.raises(StepFailedError, match="which is read outside of it as well"):
+        _follows(_lowers_n, _keeps_n, _counts_n, 1)
+
+
+def _keeps_n(held: Any) -> None:
+    held.rate = held.n / 4
 
 
 def test_that_both_put_another_list_there_is_refused() -> None:

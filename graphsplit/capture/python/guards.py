@@ -259,7 +259,7 @@ class StateWatch:
 
     def note_call(self, reached: Reached, line: str) -> None:
         """Note what a call that is kept whole finds in Python."""
-        self._calls.note(reached, line, self._begun().noted, self._kept.real_of)
+        self._calls.note(reached, line, self._begun(), self._kept.real_of)
 
     def _left_by(self, recorder: ReadRecorder) -> tuple[Change, ...]:
         known = recorder.noted, computed, recorder.has_made
@@ -461,7 +461,7 @@ class RunAgain:
         noted = self._recorder.noted
         with self._recorder.unseen():
             before = {key: freeze(one.place.read()) for key, one in noted.items()}
-        asked = self._recorder.asked_anew()
+        begun = self._recorder.begin_part(with_code=True)
         yield
         line = users_line_now()
         with self._recorder.unseen():
@@ -470,7 +470,7 @@ class RunAgain:
                     continue  # code that runs there asks by names for the first time
                 if _differs(before.get(key, one.first), one):
                     raise _refusal(one, "is changed inside", line)
-                if key in asked:
+                if any(part >= begun for part in one.uses):
                     self._used.append((one, freeze(one.place.read()), line))
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, Computed, holds, snapshots_in, value_of
 from graphsplit.guards.places import Place, inside
+from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.values import (
     MUTABLE,
     SYMBOLIC,
@@ -52,6 +54,7 @@ class AtCall:
         value: The snapshot of what it finds, or the ``Computed`` number.
         is_first: Whether that is what was there when the step began, whatever it was.
         is_in_last: Whether a container is the one that is left there, with other contents.
+        may_change: Whether the call may change it, since the code around it sets it behind.
     """
 
     reached: Reached
@@ -59,6 +62,7 @@ class AtCall:
     value: Any
     is_first: bool
     is_in_last: bool
+    may_change: bool
 
 
 class FoundByCalls:
@@ -73,13 +77,13 @@ class FoundByCalls:
     def __init__(self) -> None:
         self.found: tuple[AtCall, ...] = ()
         self.are_other_after = False
-        self._calls: list[tuple[Reached, str, dict[Any, Any]]] = []
+        self._calls: list[tuple[Reached, str, dict[Any, Any], int]] = []
 
     def note(
         self,
         reached: Reached,
         line: str,
-        noted: Mapping[Any, Noted],
+        recorder: ReadRecorder,
         real_of: Callable[[Any], Any],
     ) -> None:
         """Note what a call that is being recorded finds.
@@ -87,15 +91,15 @@ class FoundByCalls:
         Args:
             reached: The state that it can reach.
             line: The user's line.
-            noted: The places that were read or written around it so far.
+            recorder: Has noted the places that were read or written around it so far.
             real_of: Gives for what stands for a kept tensor that itself, for anything else that.
         """
         found = {
             identity: with_leaves(freeze(one.place.read()), real_of)
-            for identity, one in noted.items()
+            for identity, one in recorder.noted.items()
             if reached.reaches(one.place)
         }
-        self._calls.append((reached, line, found))
+        self._calls.append((reached, line, found, recorder.begin_part()))
 
     def find(
         self,
@@ -122,7 +126,11 @@ class FoundByCalls:
             calls = [c for c in self._calls if identity in c[2] or c[0].reaches(one.place)]
             num_writers = 0 if one.is_read else sum(w is c[0] for w in writers for c in calls)
             self.are_other_after |= num_writers > 0
-            for reached, line, seen in calls:
+            for (reached, line, seen, behind), following in zip_longest(calls, calls[1:]):
+                uses = (use for use in one.uses.items() if use[0] >= behind)
+                part, is_read = next(uses, (behind, None))
+                is_set = is_read is False and (following is None or part < following[3])
+                one.is_read_behind |= is_read is True and reached.may_write
                 now, last = seen.get(identity, one.first), one.first
                 if identity not in seen:  # first used after the call
                     now = _as_seen(now, seen.values())
@@ -131,13 +139,17 @@ class FoundByCalls:
                 if holds(now, _is_tensor) and holds(last, _is_tensor):
                     continue  # it may ask whether there is one; its value comes as an argument
                 is_same = _is_one(now, last) and not _is_other(now, reference_of(last))
-                if is_same and num_writers < 2:  # else it may be set between the two
+                is_value = not isinstance(now, Frozen)
+                may_be_set = (is_set and is_value) or not (one.is_read or one.is_timed)
+                may_be_set &= reached.may_write
+                if is_same and num_writers < 2 and not may_be_set:  # else also between the two
                     continue
                 is_first = leaves and _is_one(now, one.first)
                 if not is_first:
                     now = _of_step(now, one.place, line, compute, has_made)
                 is_in_last = reference_of(now) is reference_of(last)
-                found.append(AtCall(reached, one.place, now, is_first, is_in_last))
+                rest = is_first, is_in_last, is_set and is_value
+                found.append(AtCall(reached, one.place, now, *rest))
         self.found = tuple(found)
         self.are_other_after |= any(one.is_first for one in found)
         self._calls.clear()
@@ -215,11 +227,11 @@ class Left:
 
     Attributes:
         before: The places that it has changed, each with the snapshot of what was there before.
-        at_calls: What its calls are to find: snapshots, each with its place.
+        at_calls: What its calls are to find: see ``Reached.at_call``.
     """
 
     before: Sequence[tuple[Place, Any]] = ()
-    at_calls: Mapping[Reached, tuple[tuple[Place, Any], ...]] = field(default_factory=dict)
+    at_calls: Mapping[Reached, tuple[tuple[Place, Any, bool], ...]] = field(default_factory=dict)
 
     def let_find(self) -> None:
         """Let the calls find that from now on."""
@@ -242,7 +254,7 @@ def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -
     places = [*(one.place for one in state.changes), *(one.place for one in state.calls.found)]
     before = [(place, freeze(place.read())) for place in places]
     leave()
-    found: dict[Reached, tuple[tuple[Place, Any], ...]] = {}
+    found: dict[Reached, tuple[tuple[Place, Any, bool], ...]] = {}
     for one, (_, first) in zip(state.calls.found, before[len(state.changes) :], strict=True):
         value = first if one.is_first else value_of(one.value, lifted)
         if isinstance(value, Frozen) and not one.is_first:
@@ -250,7 +262,8 @@ def left_by(state: _State, leave: Callable[[], object], lifted: Sequence[Any]) -
             if one.is_in_last:
                 value = _in_what_is_there(value, one.place.read())
         entries = _entries(one.place, value, is_copy=not one.is_first)
-        found[one.reached] = (*found.get(one.reached, ()), *entries)
+        standing = ((*entry, one.may_change) for entry in entries)
+        found[one.reached] = (*found.get(one.reached, ()), *standing)
     changed = [entry for pair in before[: len(state.changes)] for entry in _entries(*pair)]
     left = Left(changed, found)
     left.let_find()
@@ -349,23 +362,23 @@ def _enter(left: Left, values: _Values, before: _Values, own: Set[Any]) -> None:
 
 @contextmanager
 def standing(
-    values: Iterable[tuple[Place, Any]], refuse: Callable[[Place], Exception]
+    values: Iterable[tuple[Place, Any, bool]], refuse: Callable[[Place], Exception]
 ) -> Iterator[None]:
     """Let values stand in places while a call runs, which must leave them.
 
     Args:
-        values: The snapshots, each with its place.
+        values: The snapshots, each with its place, and whether the call may change it after all.
         refuse: The error where it has changed one.
     """
     values = tuple(values)
-    before = [(place, freeze(place.read())) for place, _ in values]
+    before = [(place, freeze(place.read())) for place, *_ in values]
     try:
-        for place, value in values:
+        for place, value, _ in values:
             _put(place, value)
         yield
-        for place, value in values:
+        for place, value, may_change in values:
             now = place.read()
-            if not same(value, now) or _is_other(value, now):
+            if not may_change and (not same(value, now) or _is_other(value, now)):
                 raise refuse(place)
     finally:
         for place, was in reversed(before):

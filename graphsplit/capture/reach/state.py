@@ -34,7 +34,8 @@ class Reached:
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
         read_outside: Places of it that code around it reads.
         may_write: Whether it may change some of it, also where it was not seen to.
-        at_call: What is to stand in places while it runs, as snapshots.
+        at_call: What is to stand in places while it runs, as snapshots; and whether it may change
+            that, since the code around it sets the place behind it.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Reached:
         self.in_backward: frozenset[Any] = frozenset()
         self.read_outside: tuple[Place, ...] = ()
         self.may_write = False
-        self.at_call: tuple[tuple[Place, Any], ...] = ()
+        self.at_call: tuple[tuple[Place, Any, bool], ...] = ()
 
     def look(
         self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
