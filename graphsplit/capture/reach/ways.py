@@ -30,14 +30,14 @@ class Ways:
     Attributes:
         to: The way to each value that was met, by its identity.
         holders: What holds state, by the way to it, with what it held when it was met first.
-        way_of: The way to each of these, by its key.
     """
 
     def __init__(self) -> None:
         self.to: dict[int, str] = {}
         self.holders: dict[str, Holder] = {}
-        self.way_of: dict[Any, str] = {}
         self.things: dict[str, Any] = {}  # held, so that no other gets its number
+        self._to_holders: dict[Any, str] = {}  # by their keys
+        self._to_attributes: dict[tuple[int, str], str] = {}  # the dictionary may be another later
 
     def look(self, roots: Mapping[str, Any]) -> None:
         """Name what has no name yet; what has one keeps it.
@@ -52,18 +52,24 @@ class Ways:
                 self.things[way], self.to[id(thing)] = thing, way
         for holder in walk.found:
             way = walk.ways[holder.key]
-            if holder.key not in self.way_of and way not in self.holders:
-                self.holders[way], self.way_of[holder.key] = holder, way
+            if holder.key not in self._to_holders and way not in self.holders:
+                self.holders[way], self._to_holders[holder.key] = holder, way
+                if holder.key != id(holder.of):
+                    self._to_attributes[id(holder.of), holder.name] = way
 
     def note(self) -> None:
         """Note what all of it holds now."""
         for holder in self.holders.values():
             holder.note()
 
-    def named(self, keys: Iterable[Any]) -> Mapping[str, Holder]:
-        """The holders with these keys, by way; those without one are left out, others found."""
-        ways = sorted(self.way_of[key] for key in keys if key in self.way_of)
-        return _Named(self.holders, ways)
+    def way_to(self, holder: Holder) -> str | None:
+        """The way to what holds this state; None if there is none."""
+        known = self._to_holders.get(holder.key)
+        return known or self._to_attributes.get((id(holder.of), holder.name))
+
+    def named(self, holders: Iterable[Holder]) -> Mapping[str, Holder]:
+        """These holders, by way; those without one are left out, others found."""
+        return _Named(self.holders, sorted(filter(None, map(self.way_to, holders))))
 
 
 class _Named(dict[str, Holder]):

@@ -108,7 +108,7 @@ def left_by_calls(
                 if one.is_value or (one.is_tensor and key not in owned)
             )
     if ways is not None:
-        return {rank: ways.named(holders.keys()) for rank, holders in found.items()}
+        return {rank: ways.named(holders.values()) for rank, holders in found.items()}
     return {rank: _named(holders.values()) for rank, holders in found.items() if holders}
 
 

@@ -129,7 +129,7 @@ class LeftInPython:
         calls, workers = opaque_calls(plan), plan.placed.workers
         found = [(workers[at], call, one) for at, call in calls for one in _of(call)]
         for worker, call, holder in found:
-            way = self._ways.way_of.get(holder.key)
+            way = self._ways.way_to(holder)
             is_changing = holder.key in call.reached.changed
             if way is not None:
                 self._reached[way] = self._reached.get(way) or call
