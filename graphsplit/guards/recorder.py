@@ -104,12 +104,12 @@ class ReadRecorder(ValueVisitor):
         for module in self._root.modules():
             self.meet_class(type(module))
             self._classes.add(type(module))
+            self.dictionaries.add(module)
             for name in FORWARD_HOOKS:
                 for hook in getattr(module, name).values():
                     self.meet(hook, f"a hook of {type(module).__name__}")
         loss_fn = getattr(self._root, "loss_fn", None)
         self.meet(getattr(loss_fn, "_function", loss_fn), "loss_fn")
-        self._classes.add(nn.Module)
         self._held_first = [(module, dict(vars(module))) for module in self._root.modules()]
         before, collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # what finalizers and callbacks of collections read is no part of the step
@@ -182,8 +182,7 @@ class ReadRecorder(ValueVisitor):
             if isinstance(one, functools._lru_cache_wrapper):
                 code = getattr(one.__wrapped__, "__code__", None)
                 if code is not None and is_watched_file(code.co_filename):
-                    places = cached_results(one, label)
-                    yield from ((place, place.read()) for place in places)
+                    yield from ((p, p.read()) for p in cached_results(one, label))
 
     def touch(self, module: nn.Module) -> None:
         """Count a module as one of which something was read."""
@@ -235,7 +234,9 @@ class ReadRecorder(ValueVisitor):
 
     def _put_dictionaries_back(self) -> None:
         def note(one: Any, held: Any, name: str) -> None:
-            self._note_written(entry(held, name, f"{self._label_of(one)}.{name}"))
+            label = f"{self._label_of(one)}.{name}"
+            if not isinstance(one, nn.Module) or not is_torchs(one, name):
+                self._note_written(entry(held, name, label, "", self.path_of(held)))
 
         if not self._is_paused():  # code kept whole runs for a trial, and is undone
             self.dictionaries.put_back(note)
@@ -315,9 +316,8 @@ class ReadRecorder(ValueVisitor):
             for asked in list(held) if name is None else [name]:
                 is_module = name is None and isinstance(held[asked], ModuleType)
                 if not is_module and not (asked.startswith("__") and asked.endswith("__")):
-                    place = named_place(
-                        one, asked, f"{getattr(one, '__qualname__', label)}.{asked}"
-                    )
+                    where = getattr(one, "__qualname__", label)
+                    place = named_place(one, asked, f"{where}.{asked}")
                     self.note(place, is_read=is_read)
                     if name is not None or isinstance(place.read(), CONTAINERS):
                         self.meet(place.read(), place.label)

@@ -314,3 +314,31 @@ def test_forward_may_give_a_module_one_name_more(active: Any, microbatches: int)
         net.task = ["second", "other", "second", ""][step % 4]
 
     compare(partial(Choosing, active), change, microbatches=microbatches)
+
+
+class Refreshing(Base):
+    """Gives itself, or a layer, all its attributes anew."""
+
+    def __init__(self, *, layer: bool) -> None:
+        super().__init__()
+        self.at = [self.second if layer else self]
+        vars(self.at[0])["n"] = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one: Any = self.at[0]
+        one.__dict__ = {**one.__dict__, "n": one.n + 1}
+        made: torch.Tensor = self.second(self.first(x).relu()) * (1 + 0.1 * one.n)
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_module_gets_another_dictionary_of_attributes(*, layer: bool) -> None:
+    assert_same_bits(
+        partial(Refreshing, layer=layer),
+        batches_of(8, 3),
+        steps=4,
+        num_workers=2,
+        place=lambda net: (net.first.place("MS_WORKER", 0), net.second.place("MS_WORKER", 1)),
+        loss_fn=rows_against_target,
+    )
