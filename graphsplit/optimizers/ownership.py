@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import CONVERT, LOAD, base_of, buffer_of_form
@@ -134,6 +136,8 @@ class Elsewhere(StandIn):
             return func(*args, **(kwargs or {}))
         elif func == SET_DATA and _is_set(*args):
             return None
+        elif func == torch.Tensor.register_hook and is_made(args[0]):
+            return RemovableHandle(OrderedDict())  # it goes through no backward
         elif caller is _KEEPING and func in APART and is_made(args[0]):
             return stand_in(in_form(args[0], device="meta"), *getattr(args[0], WHOSE)[:2])
         elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller is not _KEEPING:

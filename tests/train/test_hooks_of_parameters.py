@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from alone_helpers import assert_as_alone
+from plain_model import PlainModel
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
+from torch.nn.utils import parametrize
 
 import graphsplit as gs
 from graphsplit.errors import OwnershipError
@@ -235,3 +239,23 @@ def test_a_write_that_changes_bits_alone_is_noticed(value: float, write: Write) 
     told, kept = "writes to 'w' after a microbatch", KeptValues({"w": parameter})
     with pytest.raises(OwnershipError, match=told), kept.left_by([parameter]), torch.no_grad():
         write(parameter)
+
+
+def test_a_hook_on_what_a_parametrization_makes_may_be_set_on_all_workers() -> None:
+    """It is for that one reading, through which no backward goes."""
+
+    def losses(make: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        for layer in (net[0], net[2]):
+            parametrize.register_parametrization(layer, "weight", nn.Tanh())
+        apart(net)
+        model = make(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+        found = []
+        for _ in range(3):
+            found.append(model.train_step(X, Y).clone())
+            handles = [net[i].weight.register_hook(lambda gradient: gradient * 2) for i in (0, 2)]
+            handles[0].remove()
+        return found
+
+    assert_as_alone(lambda: losses(PlainModel), lambda: losses(gs.Model))
