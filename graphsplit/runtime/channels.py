@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.partition.spans import gradient_spans, value_spans
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
+from graphsplit.runtime.step_state import Action, StepState
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 
 
@@ -190,6 +192,41 @@ def before_waiting_work(instructions: Sequence[Instruction]) -> Iterator[int]:
     for position, (one, following) in enumerate(itertools.pairwise(instructions)):
         if one.opcode is Opcode.SEND and following.opcode in can_wait:
             yield position + 1
+
+
+def announcing(senders: Sequence[Sender], action: Action) -> Action:
+    """Announce the values that are sent right after it, so that their receivers are awake."""
+    announcements = [sender.announce for sender in senders]
+
+    def announce_and_run(state: StepState) -> None:
+        for announce in announcements:
+            announce()
+        action(state)
+
+    return announce_and_run
+
+
+def holding(sender: Sender, action: Action) -> Action:
+    """Tell that another value to the same worker follows."""
+
+    def hold_and_send(state: StepState) -> None:
+        sender.hold()
+        action(state)
+
+    return hold_and_send
+
+
+def letting_others_first(action: Action) -> Action:
+    """Yield the core before what nobody waits for, to a worker that a value sent before has woken.
+
+    Where there are fewer cores than workers it may wait for this very core.
+    """
+
+    def yield_and_run(state: StepState) -> None:
+        os.sched_yield()
+        action(state)
+
+    return yield_and_run
 
 
 def sparse_gradient(node: Node, edge: Edge) -> StepFailedError:

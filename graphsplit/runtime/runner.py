@@ -14,6 +14,7 @@ import torch
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind
+from graphsplit.program.early import early_needs
 from graphsplit.program.instruction import BACKWARD, Instruction, Opcode
 from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
 from graphsplit.program.lower import first_of_backward, late_edges
@@ -22,9 +23,12 @@ from graphsplit.runtime.borrowed import bind_receive_state, bind_send_state
 from graphsplit.runtime.buffer_updates import bind_fold, bind_receive_buffers, bind_send_buffers
 from graphsplit.runtime.channels import (
     ChannelEnds,
+    announcing,
     before_waiting_work,
     first_received,
     held_sends,
+    holding,
+    letting_others_first,
     sparse_gradient,
 )
 from graphsplit.runtime.parts import RunnerParts
@@ -42,6 +46,7 @@ from graphsplit.runtime.segments.changing_state import (
     with_own_generator,
 )
 from graphsplit.runtime.segments.code import SegmentCode, build_code
+from graphsplit.runtime.segments.early import EarlyRun
 from graphsplit.runtime.shared_norms import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.step_state import Action, Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
@@ -114,9 +119,10 @@ class ProgramRunner:
         )
         self._senders, self._receivers = ends.senders, ends.receivers
         sums = parts.sums if self._is_microbatched else None
+        early = self._early_runs()
         self._backward = BackwardBinder(
             *(parts.plan, parts.state, parts.updater, parts.hook_state, sums),
-            overtaken=overtaken(parts.plan, instructions),
+            *(overtaken(parts.plan, instructions), early),
         )
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
@@ -125,11 +131,15 @@ class ProgramRunner:
         for position in held_sends(instructions, parts.plan):
             sender = self._senders[instructions[position].operand]
             if type(sender).hold is not Sender.hold:
-                self._actions[position] = _holding(sender, self._actions[position])
+                self._actions[position] = holding(sender, self._actions[position])
         self._announce_values()
         if hasattr(os, "sched_yield"):
             for position in before_waiting_work(instructions):
-                self._actions[position] = _letting_others_first(self._actions[position])
+                self._actions[position] = letting_others_first(self._actions[position])
+        self._in_order = self._actions.copy()
+        for run in early.values():
+            for position in run.positions:
+                self._actions[position] = run.unless_done(position, self._in_order[position])
         self._bound = self._actions
         waits = [p for p, i in enumerate(instructions) if i.opcode is Opcode.RECEIVE]
         waits.append(len(instructions))
@@ -137,6 +147,13 @@ class ProgramRunner:
         self._first_received = first_received(parts.program, parts.plan)
         self._first_wait_of_backward = next(p for p in waits if p >= self._first_of_backward)
         self.position, self.step, self.has_run = 0, -1, False
+
+    def _early_runs(self) -> dict[Instruction, EarlyRun]:
+        """The instructions that run inside a backward, by the backward."""
+        return {
+            self.instructions[position]: EarlyRun(position + 1, needs, self._run_early)
+            for position, needs in early_needs(self._plan, self.instructions).items()
+        }
 
     def _announce_values(self) -> None:
         """Before each computation, announce the values that are sent right after it.
@@ -153,7 +170,7 @@ class ProgramRunner:
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
-                self._actions[position] = _announcing(senders, self._actions[position])
+                self._actions[position] = announcing(senders, self._actions[position])
 
     def node_at(self, file: str, line: int) -> Node | None:
         """The operation that a line of generated code runs, if it is one of this program's."""
@@ -263,6 +280,13 @@ class ProgramRunner:
         finally:
             reported.calls.computing = None
         self.position = end
+
+    def _run_early(self, position: int, state: StepState) -> None:
+        """Run an instruction inside the backward in front of it."""
+        behind, self.position = self.position, position
+        self._parts.position.progress += 1
+        self._in_order[position](state)
+        self.position = behind
 
     def _is_computing(self) -> bool:
         """Whether the instruction under way may run code that other workers do not come to."""
@@ -433,41 +457,6 @@ class ProgramRunner:
         if self.nodes[value].is_state:
             return bind_receive_state(self._plan, edge, microbatch, receive)
         return receive_value
-
-
-def _announcing(senders: Sequence[Sender], action: Action) -> Action:
-    """Announce the values that are sent right after it, so that their receivers are awake."""
-    announcements = [sender.announce for sender in senders]
-
-    def announce_and_run(state: StepState) -> None:
-        for announce in announcements:
-            announce()
-        action(state)
-
-    return announce_and_run
-
-
-def _holding(sender: Sender, action: Action) -> Action:
-    """Tell that another value to the same worker follows."""
-
-    def hold_and_send(state: StepState) -> None:
-        sender.hold()
-        action(state)
-
-    return hold_and_send
-
-
-def _letting_others_first(action: Action) -> Action:
-    """Yield the core before what nobody waits for, to a worker that a value sent before has woken.
-
-    Where there are fewer cores than workers it may wait for this very core.
-    """
-
-    def yield_and_run(state: StepState) -> None:
-        os.sched_yield()
-        action(state)
-
-    return yield_and_run
 
 
 def _freeing(action: Action, held: Sequence[HeldValue]) -> Action:

@@ -232,7 +232,7 @@ class _RulePlay(EventLoop):
             level = -segments[operand].level
         else:
             level = -len(segments) if self._is_sent(instruction) else 1
-        if opcode is Opcode.ADD_BLOCK:
+        if opcode is Opcode.ADD_BLOCK or self._is_sent(instruction):
             operand = -operand
         return turn // self.group, level, turn, operand
 

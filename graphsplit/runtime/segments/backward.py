@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -30,12 +31,14 @@ from graphsplit.runtime.segments.autograd import (
     run_tensor_hooks,
 )
 from graphsplit.runtime.segments.blocks import bind_add_block, bind_part
+from graphsplit.runtime.segments.early import EarlyRun
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
 from graphsplit.runtime.step_state import Action, Gradient, StepState
 from graphsplit.torch_ext.attributes import OwnHooks
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
 
+NOTHING_EARLY: Mapping[Instruction, EarlyRun] = MappingProxyType({})
 _GIVING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT, Opcode.ACCUMULATE)
 
 
@@ -49,6 +52,7 @@ class BackwardBinder:
         hook_state: Python state that hooks on parameters of several workers share; more may come.
         sums: Adds the gradients of microbatches; None: one after the other, in ``.grad``.
         overtaken: The instructions before which later microbatches have computed their values.
+        early: What can run inside a backward, by the backward.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class BackwardBinder:
         hook_state: Sequence[HookState] = (),
         sums: PartSums | None = None,
         overtaken: Container[Instruction] = (),
+        early: Mapping[Instruction, EarlyRun] = NOTHING_EARLY,
     ) -> None:
-        self._overtaken = overtaken
+        self._overtaken, self._early = overtaken, early
         names = {node: str(plan.placed.graph.nodes[node].target) for node in state}
         self._kept = KeptValues({names[node]: tensor for node, tensor in state.items()})
         self._plan = plan
@@ -135,7 +140,7 @@ class BackwardBinder:
         nodes, contributions = self._plan.placed.graph.nodes, self._plan.contributions
         state_leaves = [nodes[contributions[c].value].is_state for c in leaves]
         made = frozenset(made_leaves(self._plan, instruction))
-        is_apart = instruction.opcode is Opcode.BACKWARD_INPUT
+        is_apart, early = instruction.opcode is Opcode.BACKWARD_INPUT, self._early.get(instruction)
         pending = self.pending[segment] if is_apart else []
         asking = [*parameters, ANCHOR] if is_apart else parameters
         seeds = [
@@ -170,15 +175,14 @@ class BackwardBinder:
                     tensors.append(inputs[index])
                     incoming.append(gradient)
             if state.totals is not None:
-                totals = state.totals
-                found = _backward_apart(tensors, incoming, inputs, parameters, totals, state)
-                state.collected[microbatch].update(zip(leaves, found, strict=True))
+                apart = _backward_apart(tensors, incoming, inputs, parameters, state.totals, state)
+                state.collected[microbatch].update(zip(leaves, apart, strict=True))
                 return
             fresh = [parameter for parameter in parameters if parameter.grad is None]
+            came = early.begin(state, microbatch, leaves, inputs) if early else frozenset()
             results = backward(tensors, incoming, inputs, asking, state_leaves, state)
-            state.collected[microbatch].update(
-                (c, result) for c, result in zip(leaves, results, strict=True) if c in made
-            )
+            found = zip(leaves, results, strict=True)
+            state.collected[microbatch].update((c, g) for c, g in found if c in made - came)
             if fresh and (is_microbatched or pending):  # what waits must not change meanwhile
                 waiting = results if is_microbatched else []
                 keep_apart(fresh, [*waiting, *(later.gradient for later in pending)])

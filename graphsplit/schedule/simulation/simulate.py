@@ -11,6 +11,9 @@ What a link takes in all (``LinkCost.seconds``) is the sender's part, the flight
 part. Messages of a link fly one after the other as far as bytes are concerned. Workers of one host
 share its cores (``processors``).
 
+Blocks of gradients leave while the backward that makes them still runs (``program.early``), evenly
+over its time.
+
 Steps follow each other: a worker begins the next one when it is done, and when the worker that
 reads the batches has announced it. The last of the simulated steps is the one that is shown; where
 it is not the first, one more follows it, which workers that are done early begin meanwhile.
@@ -25,8 +28,9 @@ from collections.abc import Mapping, Sequence
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.depths import channel_depths
+from graphsplit.program.early import shares_sent
 from graphsplit.program.event_loop import Channel, ProgramPlay
-from graphsplit.program.instruction import Instruction
+from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.schedule.costs import Costs, LinkCost
 from graphsplit.schedule.simulation.timeline import Span, Timeline, peak_bytes
@@ -157,6 +161,9 @@ class _Simulation(ProgramPlay):
         self.begins = [0.0] * len(programs)  # when each worker came to what it is at
         self.starts = [0.0] * len(programs)  # when it no longer waited
         self.spans: list[list[Span]] = [[] for _ in programs]
+        # By worker and position, what share of the latest backward is done when a block is sent.
+        self.shares = [shares_sent(plan, program.instructions) for program in programs]
+        self.backward = [(0.0, 0.0) for _ in programs]  # its begin and end
         self.ends = [0.0] * self.num_steps
         self.announced: list[float] = []  # when the leader announced each step
         for edge in plan.edges:
@@ -224,6 +231,8 @@ class _Simulation(ProgramPlay):
 
     def finish(self, worker: int) -> None:
         instruction = self.programs[worker][self.positions[worker]]
+        if instruction is not None and instruction.opcode is Opcode.BACKWARD:
+            self.backward[worker] = self.starts[worker], self.now
         is_seen = instruction is not None or self.now > self.starts[worker]
         if is_seen and self.steps[worker] == self.shown:
             span = Span(instruction, self.begins[worker], self.starts[worker], self.now)
@@ -248,9 +257,15 @@ class _Simulation(ProgramPlay):
         busy = self.costs.send.get(edge_index, 0.0) + self.costs.receive.get(edge_index, 0.0)
         flight = max(0.0, link.seconds(size) - busy)
         on_the_wire = min(flight, size / link.bytes_per_s)
-        left = max(self.now, self.link_free.get(pair, 0.0)) + on_the_wire
+        left = max(self._sent_s(edge.source), self.link_free.get(pair, 0.0)) + on_the_wire
         self.link_free[pair] = left
-        return left + flight - on_the_wire
+        return max(self.now, left + flight - on_the_wire)
+
+    def _sent_s(self, worker: int) -> float:
+        """When what a worker has just sent left it."""
+        share = self.shares[worker].get(self.positions[worker] - 2)  # None stands before them
+        begin_s, end_s = self.backward[worker]
+        return self.now if share is None else begin_s + share * (end_s - begin_s)
 
 
 def _hosts(costs: Costs, num_workers: int) -> tuple[list[Processors], list[int]]:
