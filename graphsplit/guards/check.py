@@ -375,7 +375,7 @@ class Guards:
             self._rows[IS_AT, kind].append((holder, place.key, value))
         elif place.kind is PlaceKind.CELL and value is not MISSING:
             self._rows[IS_IN_CELL, kind].append((holder, value))
-        elif place.kind is PlaceKind.FIELD and kind is FunctionType:
+        elif place.kind is PlaceKind.FIELD and isinstance(holder, (type, FunctionType)):
             self._rows[IS_FIELD[place.key], kind].append((holder, value))
         else:
             self._others.append((place, value))

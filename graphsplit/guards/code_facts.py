@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars
@@ -20,9 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.frames import is_users, where_defined
-from graphsplit.guards.classes import is_watchable_module
-from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.frames import is_own, is_users, where_defined
+from graphsplit.guards.classes import is_watchable, is_watchable_module
+from graphsplit.guards.places import Place, PlaceKind, entry, named_place
+from graphsplit.guards.values import CONTAINERS
 
 _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _STORES_GLOBAL = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME"))
@@ -122,6 +124,8 @@ def _read(code: CodeType) -> CodeFacts:
             written.add(name)
         elif kind in _ATTRIBUTES:
             attributes.add(name)
+        elif kind == "MATCH_CLASS":
+            attributes.add("__match_args__")
         elif kind == "IMPORT_NAME":
             level = instructions[position - 2].argval if position > 1 else 0
             imports.append("." * level + name if isinstance(level, int) else name)
@@ -215,6 +219,37 @@ def _functions_in(module: Any, items: Iterable[Item]) -> Iterator[Place]:
             yield from _functions_in(value, (item.then,))
 
 
+def is_hung(value: Any) -> bool:
+    """Whether a value in a library may be the script's: a container, its own object or class.
+
+    The table of all modules is none: imports change it.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    return (isinstance(value, CONTAINERS) and value is not sys.modules) or is_watchable(kind)
+
+
+def hung_on(holder: Any, items: Iterable[Item]) -> Iterator[tuple[Place, tuple[Item, ...] | None]]:
+    """The places of what a script has hung on a library's module, its classes and functions.
+
+    Numbers and texts of modules aside.
+
+    Args:
+        holder: The module, class or function.
+        items: What code asks it for.
+
+    Yields:
+        A place, and the only items of it that are read; None for all.
+    """
+    for item in items:
+        name, then = str(item.key), None if item.then is None else (item.then,)
+        value = vars(holder).get(name)
+        is_plain = isinstance(value, HUNG_THERE) and not isinstance(holder, ModuleType)
+        if is_hung(value) or is_plain:
+            yield named_place(holder, name, f"{holder.__name__}.{name}"), then
+        elif isinstance(value, (ModuleType, type, FunctionType)) and then is not None:
+            yield from hung_on(value, then)
+
+
 def names_used_by(kinds: Iterable[type]) -> set[str]:
     """The attribute names in the functions of modules' classes, PyTorch's own included."""
     functions = (
@@ -266,3 +301,12 @@ def _given(function: FunctionType) -> tuple[Any, ...]:
     """Values in a function's defaults and attributes."""
     by_name = function.__kwdefaults__ or {}
     return (*(function.__defaults__ or ()), *by_name.values(), *vars(function).values())
+
+
+def is_put_there(value: Any) -> bool:
+    """Whether a global is one that stands there only while a step is recorded."""
+    return (
+        isinstance(value, FunctionType)
+        and is_own(value.__code__.co_filename)
+        and "__wrapped__" not in vars(value)  # gs.opaque's are the user's
+    )

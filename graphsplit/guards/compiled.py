@@ -20,7 +20,10 @@ IS_NOT_IN = "{1} not in {0}"
 IS_IN_CELL = "{0}.cell_contents is {1}"
 IS_FIELD = {
     name: f"{{0}}.{name} is {{1}}"
-    for name in ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__annotations__")
+    for name in (
+        *("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__annotations__"),
+        *("__name__", "__qualname__", "__bases__"),
+    )
 }
 HAS_CLASS = "type({0}) is {1}"
 HAS_DICTIONARY = "{2}({0}, '__dict__') is {1}"  # by what asks without the class's own code

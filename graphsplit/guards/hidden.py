@@ -8,6 +8,7 @@ file in memory, a SimpleQueue and a hash have no attributes: they are asked for 
 
 from __future__ import annotations
 
+import abc
 import decimal
 import gc
 import hashlib
@@ -17,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
@@ -34,6 +35,7 @@ from graphsplit.guards.places import Place, PlaceKind, entry, itself
 from graphsplit.guards.values import CONTAINERS, MISSING, SYMBOLIC, shown
 
 _EMPTY: dict[Any, Any] = {}
+_dump: Any = vars(abc)["_get_dump"]  # the only way to ask a class what is registered with it
 _VIEWS: tuple[type, ...] = (
     MappingProxyType,
     type(_EMPTY.keys()),
@@ -84,6 +86,48 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
         held = getattr(value, "__dict__", None)
         if type(held) is dict:
             yield itself(held, f"the attributes of {label}")
+
+
+def class_places(kind: type, label: str, names: Set[str]) -> Iterator[Place]:
+    """The places that Python itself keeps for a class of the user's: bases, names, who derives.
+
+    Args:
+        kind: The class.
+        label: The class, for people.
+        names: What code asks for.
+    """
+    for name in ("__bases__", *sorted(names & {"__name__", "__qualname__"})):
+        yield Place(PlaceKind.FIELD, kind, name, f"{name.strip('_')} of {label}")
+    if isinstance(kind, abc.ABCMeta):
+        yield _answer_of(kind, _registered, f"the classes registered with {label}")
+    if "__subclasses__" in names:
+        yield _answer_of(kind, type.__subclasses__, f"{label}.__subclasses__()")
+
+
+def _registered(kind: Any) -> frozenset[Any]:
+    return frozenset(_dump(kind)[0])
+
+
+def _answer_of(of: Any, ask: Callable[[Any], Any], label: str) -> Place:
+    known = _answers.setdefault(of, {})
+    answer = known.setdefault(ask, _Answer(weakref.ref(of), ask))
+    return Place(PlaceKind.FIELD, answer, "now", label)
+
+
+class _Answer:
+    """The answer to a question about a class: the same one as long as it is an equal one."""
+
+    def __init__(self, of: weakref.ref[Any], ask: Callable[[Any], Any]) -> None:
+        self._of, self._ask, self._last = of, ask, ask(of())
+
+    @property
+    def now(self) -> Any:
+        now = self._ask(self._of())
+        self._last = self._last if now == self._last else now
+        return self._last
+
+
+_answers: weakref.WeakKeyDictionary[Any, dict[Any, _Answer]] = weakref.WeakKeyDictionary()
 
 
 def kept_fields(value: Any, names: Set[str]) -> Iterator[Place]:

@@ -112,7 +112,7 @@ class Place:
             self.holder[self.key] = value
         elif self.kind is PlaceKind.CELL:
             self.holder.cell_contents = value
-        elif self.kind is PlaceKind.CLASS:
+        elif self.kind is PlaceKind.CLASS or isinstance(self.holder, type):
             type.__setattr__(self.holder, self.key, value)
         else:
             object.__setattr__(self.holder, self.key, value)

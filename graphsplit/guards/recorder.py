@@ -44,7 +44,7 @@ from graphsplit.guards.classes import (
     slot_of,
     tracing,
 )
-from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
+from graphsplit.guards.code_facts import CodeFacts, Item, facts_of, hung_on, is_hung, is_put_there
 from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place
 from graphsplit.guards.places import Place, PlaceKind, entry, named_place
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
@@ -310,7 +310,8 @@ class ReadRecorder(ValueVisitor):
         if isinstance(holder, type):
             holders = [kind for kind in holder.__mro__ if is_watchable(kind)]
         elif isinstance(holder, ModuleType):
-            holders, label = [holder] * is_watchable_module(holder), holder.__name__
+            is_one = is_watchable_module(holder) or is_hung(vars(holder).get(name or ""))
+            holders, label = [holder] * is_one, holder.__name__
         for one in holders:
             held = one if isinstance(one, dict) else vars(one)
             for asked in list(held) if name is None else [name]:
@@ -333,8 +334,11 @@ class ReadRecorder(ValueVisitor):
                 self.note_read(entry(vars(builtins), name, f"builtins.{name}", source), items)
                 self.meet(vars(builtins).get(name), label)
             is_apart = isinstance(value, ModuleType) and not is_watchable_module(value)
+            for place, inner in hung_on(value, items or ()) if is_apart else ():
+                self.note_read(place, inner)
+                self.meet(place.read(), place.label)
             is_apart |= isinstance(value, WITHOUT_VALUES) and where.startswith("<")  # eval's
-            if is_apart or _is_put_there_by_capture(value) or self.by_name.has_put(held, name):
+            if is_apart or is_put_there(value) or self.by_name.has_put(held, name):
                 continue
             self.note_read(entry(held, name, label, source), items)
             self.meet(value, label)
@@ -489,12 +493,3 @@ class ReadRecorder(ValueVisitor):
             return None if asked is None else (asked,)
         key = frame.f_locals.get(asked.local, MISSING)
         return (Item(key),) if key is not MISSING else None
-
-
-def _is_put_there_by_capture(value: Any) -> bool:
-    """Whether a global is one that stands there only while a step is recorded."""
-    return (
-        isinstance(value, FunctionType)
-        and is_own(value.__code__.co_filename)
-        and "__wrapped__" not in vars(value)  # gs.opaque's are the user's
-    )

@@ -33,7 +33,7 @@ from graphsplit.guards.classes import (
     slots_of,
 )
 from graphsplit.guards.code_facts import Item, facts_of
-from graphsplit.guards.hidden import hidden_places, hidden_values, weak_place
+from graphsplit.guards.hidden import class_places, hidden_places, hidden_values, weak_place
 from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself, named_place
 from graphsplit.guards.values import (
     BUFFERS,
@@ -64,7 +64,8 @@ _ATOMS = frozenset((type(None), *BY_VALUE))
 _OF_MODULES = frozenset(name for name in vars(nn.Module) if name.startswith("_")) | {"forward"}
 WITHOUT_VALUES = (*SYMBOLIC, FakeTensor)
 # What a function has that is no entry of its dictionary, and that code asks for by name.
-_TOLD_BY_FUNCTIONS = frozenset(("__doc__", "__annotations__"))
+_NAMES = ("__name__", "__qualname__")
+_TOLD_BY_FUNCTIONS = frozenset(("__doc__", "__annotations__", *_NAMES))
 _CALLABLES = (
     MethodType,
     BuiltinFunctionType,
@@ -410,6 +411,8 @@ class ValueVisitor:
         if isinstance(holder, FunctionType):
             for field in sorted(_TOLD_BY_FUNCTIONS & names):
                 self._note_field(holder, field)
+        for place in class_places(holder, label, names) if isinstance(holder, type) else ():
+            self.note(place)
         if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself
             for kind in filter(is_watchable, (*holder.__mro__[1:], *type.mro(type(holder)))):
                 known |= vars(kind).keys()
@@ -417,7 +420,7 @@ class ValueVisitor:
         has_own_way = "__getattr__" in own or hasattr(type(holder), "__getattr__")
         for name in sorted(names if has_own_way else names & known):  # as on every worker
             is_asked = name in self.special and isinstance(holder, type)
-            is_plain = isinstance(vars(holder).get(name), (dict, str))  # annotations, a text
+            is_plain = isinstance(vars(holder).get(name), (dict, str, tuple))  # annotations, a text
             if _is_special(name) and not is_asked and not is_plain:
                 continue
             place = named_place(holder, name, f"{label}.{name}")

@@ -48,7 +48,7 @@ from graphsplit.capture.reach.contents import (
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder, at_place, weakly
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
 from graphsplit.guards.classes import slots_of
-from graphsplit.guards.code_facts import HUNG_THERE
+from graphsplit.guards.code_facts import HUNG_THERE, is_hung
 from graphsplit.guards.hidden import FIELDS, TELLING, hidden_places, is_a_file, kept_fields, told_by
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import BY_VALUE, IN_C
@@ -266,10 +266,10 @@ class Walk:
         elif module is np.random or (module is np and "random" in names.every):
             self._push(NUMPYS, "numpy.random")
         held, of_library = vars(module), is_of_library(module.__name__)
-        if of_library:  # numbers of the script's, which it has put there
+        if of_library:  # values of the script's, which it has put there
             asked = names.every & held.keys()
-            numbers = frozenset(n for n in asked if type(held[n]) in HUNG_THERE)
-            self._visit_names(held, numbers, names)
+            own = frozenset(n for n in asked if type(held[n]) in HUNG_THERE or is_hung(held[n]))
+            self._visit_names(held, own, names)
         elif id(module) not in self.seen:
             self.seen[id(module)] = module
             asked = (names.every | names.texts) & held.keys()

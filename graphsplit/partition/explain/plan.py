@@ -208,7 +208,7 @@ def state_sections(plan: PartitionPlan) -> list[tuple[str, list[str]]]:
     missing = [w.place for w in others if w.value is MISSING]
     there = [w for w in others if w.value is not MISSING]
     values = sorted((w for w in there if not _is_code(w)), key=_is_of_network)
-    code = [w.place for w in there if _is_code(w)]
+    code = [w.place for w in there if _is_code(w) and w.place.key != "__bases__"]
     return [
         (
             f"Python values that were read (of {len(state.guards)} comparisons before each step)",
