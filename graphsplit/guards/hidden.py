@@ -9,6 +9,7 @@ file in memory, a SimpleQueue and a hash have no attributes: they are asked for 
 from __future__ import annotations
 
 import abc
+import csv
 import decimal
 import gc
 import hashlib
@@ -24,7 +25,14 @@ from contextvars import ContextVar
 from itertools import pairwise
 from operator import is_
 from queue import SimpleQueue
-from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 from torch import nn
@@ -48,6 +56,7 @@ FIELDS = _OF_FUNCTIONS | OF_OBJECTS
 _FILES = (io.BytesIO, io.StringIO)
 _HASHES = tuple({type(make()) for make in (hashlib.sha256, hashlib.sha3_256, hashlib.blake2b)})
 TELLING = (*_FILES, SimpleQueue, *_HASHES)
+_WRITER = type(csv.writer(io.StringIO()))
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Packages whose objects keep what they were given in a dictionary of attributes. Those that draw
 # random numbers are looked at when they do; annotations hold nothing.
@@ -78,6 +87,8 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
             for name in ("level", "disabled"):
                 yield entry(vars(value), name, f"{name} of the logger {value.name}")
             value = value.parent
+    elif isinstance(value, _WRITER):
+        yield from (p for of in _written_by(value) for p in hidden_places(of, label))
     elif isinstance(value, TELLING):
         yield Place(PlaceKind.FIELD, _Told(value), "state", f"what {label} holds")
     elif type(value).__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
@@ -130,6 +141,12 @@ class _Answer:
 _answers: weakref.WeakKeyDictionary[Any, dict[Any, _Answer]] = weakref.WeakKeyDictionary()
 
 
+def _written_by(writer: Any) -> Iterator[Any]:
+    """The file to which a writer of ``csv`` writes: it holds a method of it."""
+    held = gc.get_referents(writer)
+    yield from (one.__self__ for one in held if isinstance(one, (BuiltinMethodType, MethodType)))
+
+
 def kept_fields(value: Any, names: Set[str]) -> Iterator[Place]:
     """The places that Python itself keeps for a function or object of the user's.
 
@@ -152,6 +169,8 @@ def hidden_values(value: Any) -> Iterator[Any]:
     found = _referent(value)
     if found is not None:
         yield found
+    if isinstance(value, _WRITER):
+        yield from _written_by(value)
     while isinstance(value, logging.Logger):  # a handler of the user's may count what is logged
         yield from (one for one in (*value.handlers, *value.filters) if is_watchable(type(one)))
         value = value.parent if value.propagate else None
