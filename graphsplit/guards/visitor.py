@@ -64,8 +64,7 @@ _ATOMS = frozenset((type(None), *BY_VALUE))
 _OF_MODULES = frozenset(name for name in vars(nn.Module) if name.startswith("_")) | {"forward"}
 WITHOUT_VALUES = (*SYMBOLIC, FakeTensor)
 # What a function has that is no entry of its dictionary, and that code asks for by name.
-_NAMES = ("__name__", "__qualname__")
-_TOLD_BY_FUNCTIONS = frozenset(("__doc__", "__annotations__", *_NAMES))
+_TOLD_BY_FUNCTIONS = frozenset(("__doc__", "__annotations__", "__name__", "__qualname__"))
 _CALLABLES = (
     MethodType,
     BuiltinFunctionType,
@@ -408,9 +407,9 @@ class ValueVisitor:
     def note_named(self, holder: Any, label: str, names: set[str] | frozenset[str]) -> None:
         """Note those attributes of a class, a module or a function that code may read by name."""
         known = set(vars(holder))
-        if isinstance(holder, FunctionType):
-            for field in sorted(_TOLD_BY_FUNCTIONS & names):
-                self._note_field(holder, field)
+        is_function = isinstance(holder, FunctionType)
+        for field in sorted(_TOLD_BY_FUNCTIONS & names) if is_function else ():
+            self._note_field(holder, field)
         for place in class_places(holder, label, names) if isinstance(holder, type) else ():
             self.note(place)
         if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself
@@ -419,9 +418,9 @@ class ValueVisitor:
         own = vars(holder) if isinstance(holder, ModuleType) else {}
         has_own_way = "__getattr__" in own or hasattr(type(holder), "__getattr__")
         for name in sorted(names if has_own_way else names & known):  # as on every worker
-            is_asked = name in self.special and isinstance(holder, type)
-            is_plain = isinstance(vars(holder).get(name), (dict, str, tuple))  # annotations, a text
-            if _is_special(name) and not is_asked and not is_plain:
+            is_counted = name in self.special and isinstance(holder, type)
+            is_counted |= isinstance(vars(holder).get(name), (dict, str, tuple))  # annotations
+            if _is_special(name) and not is_counted:
                 continue
             place = named_place(holder, name, f"{label}.{name}")
             self.note(place)
@@ -457,8 +456,7 @@ class ValueVisitor:
 
     def path_of(self, held: Any) -> str | None:
         """The path of the module with a dictionary of attributes; None if there is none."""
-        known = self.tables.get(id(held))
-        return known[1] if known is not None else None
+        return self.tables.get(id(held), (None, None))[1]
 
 
 def _is_special(name: str) -> bool:
