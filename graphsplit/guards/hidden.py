@@ -35,6 +35,8 @@ from types import (
 )
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from graphsplit.frames import is_users
@@ -120,24 +122,86 @@ def _registered(kind: Any) -> frozenset[Any]:
 
 
 def _answer_of(of: Any, ask: Callable[[Any], Any], label: str) -> Place:
-    known = _answers.setdefault(of, {})
-    answer = known.setdefault(ask, _Answer(weakref.ref(of), ask))
+    known, reference = _answers.setdefault(of, {}), weakref.ref(of)
+    answer = known.setdefault(ask, _Answer(lambda: ask(reference())))
     return Place(PlaceKind.FIELD, answer, "now", label)
 
 
 class _Answer:
-    """The answer to a question about a class: the same one as long as it is an equal one."""
+    """The answer to a question: the same one as long as it is an equal one.
 
-    def __init__(self, of: weakref.ref[Any], ask: Callable[[Any], Any]) -> None:
-        self._of, self._ask, self._last = of, ask, ask(of())
+    Args:
+        ask: Gives it.
+        put: Lets it be another one, where that can be.
+    """
+
+    def __init__(self, ask: Callable[[], Any], put: Callable[[Any], object] = id) -> None:
+        self._ask, self._put, self._last = ask, put, ask()
 
     @property
     def now(self) -> Any:
-        now = self._ask(self._of())
+        """See above."""
+        now = self._ask()
         self._last = self._last if now == self._last else now
         return self._last
 
+    @now.setter
+    def now(self, answer: Any) -> None:
+        self._put(answer)
 
+
+def setting_places(names: Set[str]) -> Iterator[Place]:
+    """Settings of Python, NumPy and torch that only functions tell, where code names one of these.
+
+    Args:
+        names: What code asks for.
+    """
+    for label, (asked, ask, put) in _SETTINGS.items():
+        if not names.isdisjoint(asked):
+            answer = _settings.setdefault(label, _Answer(ask, put))
+            yield Place(PlaceKind.FIELD, answer, "now", label)
+
+
+_SHOWING = ("str", "repr", "print", "format", "array2string", "array_repr", "array_str")
+_SETTINGS: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], object]]] = {
+    "sys.getrecursionlimit()": (
+        ("getrecursionlimit", "setrecursionlimit"),
+        sys.getrecursionlimit,
+        sys.setrecursionlimit,
+    ),
+    "sys.getswitchinterval()": (
+        ("getswitchinterval", "setswitchinterval"),
+        sys.getswitchinterval,
+        sys.setswitchinterval,
+    ),
+    "gc.get_threshold()": (
+        ("get_threshold", "set_threshold"),
+        gc.get_threshold,
+        lambda found: gc.set_threshold(*found),
+    ),
+    "csv.field_size_limit()": (
+        ("field_size_limit",),
+        csv.field_size_limit,
+        csv.field_size_limit,
+    ),
+    "np.get_printoptions()": (
+        ("get_printoptions", "set_printoptions", *_SHOWING),
+        np.get_printoptions,
+        lambda found: np.set_printoptions(**found),
+    ),
+    "np.geterr()": (("geterr", "seterr"), np.geterr, lambda found: np.seterr(**found)),
+    "torch.is_anomaly_enabled()": (
+        ("is_anomaly_enabled", "set_detect_anomaly"),
+        torch.is_anomaly_enabled,
+        torch.autograd.set_detect_anomaly,
+    ),
+    "torch.is_warn_always_enabled()": (
+        ("is_warn_always_enabled", "set_warn_always"),
+        torch.is_warn_always_enabled,
+        torch.set_warn_always,
+    ),
+}
+_settings: dict[str, _Answer] = {}
 _answers: weakref.WeakKeyDictionary[Any, dict[Any, _Answer]] = weakref.WeakKeyDictionary()
 
 

@@ -45,7 +45,7 @@ from graphsplit.guards.classes import (
     tracing,
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of, hung_on, is_hung, is_put_there
-from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place
+from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place, setting_places
 from graphsplit.guards.places import Place, PlaceKind, entry, named_place
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
 from graphsplit.guards.visitor import WITHOUT_VALUES, Noted, ValueVisitor, is_torchs
@@ -269,6 +269,8 @@ class ReadRecorder(ValueVisitor):
         self._note_imports(facts, held)
         if "__class__" in facts.attributes:
             self.ask_classes()
+        for place in setting_places(facts.attributes | facts.globals_read.keys()):
+            self.note(place)
         is_past = "object" in facts.globals_read and "__setattr__" in facts.attributes
         if not self.passes_by and (is_past or not _PASSING_BY.isdisjoint(facts.attributes)):
             self.note_passed_by()

@@ -408,8 +408,8 @@ class ValueVisitor:
         """Note those attributes of a class, a module or a function that code may read by name."""
         known = set(vars(holder))
         is_function = isinstance(holder, FunctionType)
-        for field in sorted(_TOLD_BY_FUNCTIONS & names) if is_function else ():
-            self._note_field(holder, field)
+        for told in sorted(_TOLD_BY_FUNCTIONS & names) if is_function else ():
+            self._note_field(holder, told)
         for place in class_places(holder, label, names) if isinstance(holder, type) else ():
             self.note(place)
         if isinstance(holder, type):  # what its bases and its metaclass have, it may get itself

@@ -1,10 +1,12 @@
-"""Classes that change, and what a script has hung on libraries: forward reads both as they are."""
+"""Classes and settings that change, and what hangs on libraries: forward reads all as they are."""
 
 from __future__ import annotations
 
 import abc
+import gc
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +132,34 @@ CASES: dict[str, Case] = {
         lambda: 1.0 + math.gs_list[0],  # type: ignore[attr-defined]
     ),
 }
+
+
+def _set(step: int) -> None:
+    sys.setrecursionlimit(3000 + step)
+    gc.set_threshold(700 + step)
+    np.set_printoptions(precision=2 + step)
+    np.seterr(divide="raise" if step % 2 else "warn")
+    torch.autograd.set_detect_anomaly(step == 3)
+
+
+CASES |= {
+    "recursion": (_set, lambda: sys.getrecursionlimit() - 2999.0),
+    "collector": (_set, lambda: gc.get_threshold()[0] - 699.0),
+    "printing": (_set, lambda: float(len(str(np.array([1 / 3]))))),
+    "options": (_set, lambda: float(np.get_printoptions()["precision"])),
+    "errors": (_set, lambda: 2.0 if np.geterr()["divide"] == "raise" else 1.0),
+    "anomalies": (_set, lambda: 2.0 if torch.is_anomaly_enabled() else 1.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _set_back() -> Iterator[None]:
+    before = sys.getrecursionlimit(), gc.get_threshold(), torch.is_anomaly_enabled()
+    with np.printoptions(), np.errstate():
+        yield
+    sys.setrecursionlimit(before[0])
+    gc.set_threshold(*before[1])
+    torch.autograd.set_detect_anomaly(before[2])
 
 
 class Net(nn.Module):
