@@ -96,6 +96,7 @@ class PythonValues:
         self._recordings = recordings
         self._task = task
         self._known: dict[Any, _Known] = {}
+        self._changed: set[Any] = set()  # were ever other: a script that runs again sets them so
         self.losses: dict[int, Any] = {0: task.loss_fn}
         self._num_losses = 1
         self._shown: list[tuple[Place, Any, Any]] = []
@@ -160,6 +161,9 @@ class PythonValues:
         """The snapshots of all places' present values, and the numbers of tensors in there."""
         self.note()
         values = {key: freeze(known.place.read()) for key, known in self._known.items()}
+        for key, known in self._known.items():
+            if not same(known.first, reference_of(values[key])):
+                self._changed.add(key)
         tensors = (tensor for value in values.values() for tensor in _scalars_in(value))
         return values, [(tensor, tensor.item()) for tensor in tensors]
 
@@ -215,7 +219,7 @@ class PythonValues:
         return {k: v for k, v in now.items() if isinstance(v, Frozen)} | self.apart()
 
     def kept(self) -> list[list[Any]]:
-        """Values that are not as they were when first read, in a form that can be written.
+        """Values that were ever other than when first read, in a form that can be written.
 
         Each with the name of the first place that holds the same container, which may be its own.
         Those ``apart`` are left out.
@@ -233,7 +237,7 @@ class PythonValues:
             place, is_shared = known.place, uses[id(value)] > 1
             frozen = with_names(freeze(value), self._task.network)
             is_as_read = same(known.first, value) and not _scalars_in(frozen)
-            if is_as_read and not is_shared:
+            if is_as_read and not is_shared and key not in self._changed:
                 continue
             frozen = with_leaves(frozen, partial(_written, _scalars_in(known.first), put))
             again = self._named(*known.name)

@@ -48,7 +48,10 @@ class Reading(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, config = self.first(x), self.config
         self.seen = Seen(h)
-        if self.reads == "all":
+        if self.reads == "and sets back":
+            h = h * config.known
+            config.known = 1.0
+        elif self.reads == "all":
             for value in vars(config).values():
                 h = h * (0.5 + 0.25 * value)
         elif config.is_on:
@@ -74,8 +77,8 @@ def train(make: Any, reads: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, copy.deepcopy(model.state_dict())
 
 
-@pytest.mark.parametrize("reads", ["all", "known", "new"])
-@pytest.mark.parametrize("every, at", [(9, 22), (9, 35), (2, 35)])
+@pytest.mark.parametrize("reads", ["all", "known", "new", "and sets back"])
+@pytest.mark.parametrize("every, at", [(9, 22), (9, 35), (2, 35), (1, 40)])
 def test_a_worker_that_comes_back_goes_on_with_the_values(reads: str, every: int, at: int) -> None:
     before = torch.default_generator.get_state()
     losses, state = train(PlainModel, reads)
