@@ -26,6 +26,7 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
+from graphsplit.feeding.left_kinds import unknown
 from graphsplit.feeding.left_values import (
     SAME,
     UNTOLD,
@@ -149,8 +150,10 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
             continue
         if is_new or (key in writes and writes[key] != writes_of(value)):
             sent = told(value, known, before)
-            if sent is not UNTOLD:
-                is_filled = key in old and reference_of(old[key]) is value
+            is_filled = key in old and reference_of(old[key]) is value
+            if sent is UNTOLD:
+                yield [name, unknown(repr(key), value), False, is_filled, False]
+            else:
                 yield [name, sent, not is_new, is_filled, key in moved]
         elif key in moved:
             yield [name, SAME, False, True, True]

@@ -36,8 +36,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphsplit.capture.reach.contents import NOTHING
 from graphsplit.errors import ConfigurationError
+from graphsplit.frames import warn_users
 
+MARK, UNKNOWN = "\0left", "unknown"
 _LIBRARIES = {
     one.__name__: one
     for one in (
@@ -90,6 +93,8 @@ def _is_named(value: Any, name: str) -> bool:
 
 def name_in_library(value: Any) -> tuple[str, str] | None:
     """The library that has a function, a class or a module, and its name there."""
+    if value is NOTHING:  # in a cell, or a global that was deleted
+        return "", ""
     found = _names().get(id(value))
     if found is None and isinstance(value, ModuleType) and value in _LIBRARIES.values():
         return value.__name__, ""
@@ -103,6 +108,8 @@ def in_library(module: str, name: str) -> Any:
     Raises:
         ConfigurationError: Nothing is called so.
     """
+    if not module:
+        return NOTHING
     library: Any = _LIBRARIES.get(module)
     found = getattr(library, name, None) if name else library
     if library is None or (name and not _is_named(found, name)):
@@ -172,3 +179,28 @@ def parts_of(value: Any) -> tuple[str, list[Any]] | None:
     if _is_error(kind) and not vars(value):
         return "error", [kind, *value.args]
     return None
+
+
+def unknown(what: Any, value: Any) -> list[Any]:
+    """The message for a value that cannot be sent.
+
+    Args:
+        what: Where it is in its holder.
+        value: The value.
+    """
+    return [MARK, UNKNOWN, f"{what}, a {type(value).__name__}"]
+
+
+def warn_of_unknown(what: str, where: str) -> None:
+    """Warn of a value that cannot be sent.
+
+    Args:
+        what: Where it is in its holder, and its class.
+        where: The holder, and the worker that has left it.
+    """
+    warn_users(
+        f"code kept whole has left {what}, in {where}, which cannot be sent: this worker finds "
+        f"what was there before\n"
+        f"  Fix: keep numbers, texts, tensors, containers of them or objects of your own classes "
+        f"there; or read it on that worker alone."
+    )

@@ -23,11 +23,15 @@ from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.left_kinds import (
     MAKERS,
+    MARK,
     OBJECTS,
+    UNKNOWN,
     in_library,
     name_in_library,
     name_of_class,
     parts_of,
+    unknown,
+    warn_of_unknown,
 )
 from graphsplit.guards.changes import snapshots_in
 from graphsplit.guards.classes import attributes_of, own_dictionary, put_attributes, slot_of
@@ -52,9 +56,8 @@ from graphsplit.tensor_meta import DTYPES
 from graphsplit.torch_ext.stand_ins import StandIn
 
 UNTOLD: Any = object()
-_MARK = "\0left"
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
-SAME = [_MARK, "same"]  # stands for what is there
+SAME = [MARK, "same"]  # stands for what is there
 _MAPPING, _MEMBER, _LIBRARY = "mapping", "member", "library"
 _NEW, _AGAIN = "new", "again"  # of what is new, and of what was sent before: two places hold it
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
@@ -218,6 +221,7 @@ class Before:
             sent = [told(item, self._known, self) for item in items]
             if any(one is UNTOLD for one in (*keys, *sent)):
                 self.forget(first)
+                found.append([place, [], unknown("something in it", container)])
             else:
                 found.append([place, keys, sent])
         return found
@@ -226,6 +230,9 @@ class Before:
         """Let them hold what ``news`` gave on another worker."""
         for place, keys, sent in news:
             was = self.at(*place)
+            if sent[:2] == [MARK, UNKNOWN]:
+                warn_of_unknown(sent[2], self._known.where(place[0]))
+                continue
             there = [*map(reference_of, was.items), *[MISSING] * len(sent)]
             where = self._known.where(place[0])
             items = [
@@ -250,20 +257,20 @@ class Before:
 def told(value: Any, known: Known, before: Before | None = None, depth: int = 0) -> Any:
     """A value as it is sent; ``UNTOLD`` where it cannot be."""
     if (known_as := known.name_of(value)) is not None:
-        return [_MARK, _THERE, known_as]
+        return [MARK, _THERE, known_as]
     if before is not None and (place := before.place_of(value)) is not None:
-        return [_MARK, _BEFORE, place]
+        return [MARK, _BEFORE, place]
     if before is not None and (number := before.number_of(value)) is not None:
-        return [_MARK, _AGAIN, number]
+        return [MARK, _AGAIN, number]
     kind: Any = type(value)
     if (known_as := known.name_of(kind)) is not None and isinstance(value, Enum):
         is_named = value.name in kind.__members__  # flags put together are their number
-        return [_MARK, _MEMBER, known_as, is_named, value.name if is_named else value.value]
+        return [MARK, _MEMBER, known_as, is_named, value.name if is_named else value.value]
     instead = value if can_be_written(value) else UNTOLD
     if instead is value and not _is_told_apart(value, known, before):
         if before is None or not isinstance(value, MUTABLE):
             return value
-        return [_MARK, _NEW, value, before.add(value)]
+        return [MARK, _NEW, value, before.add(value)]
     keys: list[Any] = []
     name: Any = kind.__name__
     if kind in (torch.Tensor, nn.Parameter) and value.is_cpu and value.dtype in DTYPES.values():
@@ -271,9 +278,9 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
             return UNTOLD
         shape = [*value.shape] if value.requires_grad else None
         sent = value.detach() if shape is None else value.new_empty(())
-        return [_MARK, _TENSOR, sent, shape, before.add(value) if before is not None else 0]
+        return [MARK, _TENSOR, sent, shape, before.add(value) if before is not None else 0]
     if (in_library := name_in_library(value)) is not None:
-        return [_MARK, _LIBRARY, *in_library]
+        return [MARK, _LIBRARY, *in_library]
     if (apart := parts_of(value)) is not None:
         name, parts = apart
     elif name in _SEQUENCES and _SEQUENCES[name] is kind:
@@ -294,7 +301,7 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
     number = before.add(value) if before is not None else 0
     sent = [told(part, known, before, depth + 1) for part in parts]
     if not any(part is UNTOLD for part in sent):
-        return [_MARK, name, keys, sent, number]
+        return [MARK, name, keys, sent, number]
     if before is not None:
         before.forget(number)
     return instead
@@ -383,6 +390,9 @@ def learned(
         case ["\0left", "member", kind, is_named, name]:
             found = known.there(kind)
             return found[name] if is_named else found(name)
+        case ["\0left", "unknown", str(what)]:
+            warn_of_unknown(what, where)
+            return there
         case ["\0left", "library", str(module), str(name)]:
             return in_library(module, name)
         case ["\0left", [name], list(keys), list(parts), number]:

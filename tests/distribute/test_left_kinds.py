@@ -227,3 +227,46 @@ def test_what_it_leaves_is_found_on_every_worker(kind: str) -> None:
         yield net.state_dict()
 
     assert_same_bits(loop, 2)
+
+
+class Unsendable(nn.Module):
+    """Leaves what cannot be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.left = nn.Linear(8, 4), None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.left = re.match("a", "a")
+        made: torch.Tensor = self.inner(values)
+        return made
+
+
+class Deleting(Unsendable):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(values)
+        if "left" in vars(self):
+            del self.left
+        return made
+
+
+def test_a_warning_names_what_cannot_be_sent() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(Unsendable()))
+        placed(net, list(net), ranks)
+        distribute(net)(torch.randn(5, 6))
+        yield None
+
+    with pytest.warns(UserWarning, match=r"left 'left', a Match, in an attribute of Unsendable"):
+        assert_same_bits(loop, 2)
+
+
+def test_an_attribute_that_is_deleted_is_gone_everywhere() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        leaving = Deleting()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(leaving))
+        placed(net, list(net), ranks)
+        distribute(net)(torch.randn(5, 6))
+        yield hasattr(leaving, "left")
+
+    assert_same_bits(loop, 2)
