@@ -883,17 +883,17 @@ def test_what_nothing_watches_is_found_by_capturing_again(
     monkeypatch.setenv("GS_RECAPTURE_EVERY", str(every))
 
     def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return rows_against_target(outputs, target) * sys.getswitchinterval()
+        return rows_against_target(outputs, target) * sys.get_coroutine_origin_tracking_depth()
 
     def change(step: int, net: Any, loss: Any) -> None:
-        sys.setswitchinterval(0.25 if step == every - 1 else 0.5)
+        sys.set_coroutine_origin_tracking_depth(1 if step == every - 1 else 2)
 
     line = loss_fn.__code__.co_firstlineno + 1
     found = (
         rf"GS_RECAPTURE_EVERY={every}: the train step .*\n  "
-        rf"aten.mul.Tensor\(%\d+, 0.25\), \S*{Path(__file__).name}:{line} was .*\b0\.5\b"
+        rf"aten.mul.Tensor\(%\d+, 1\), \S*{Path(__file__).name}:{line} was .*\(%\d+, 2\)"
     )
-    before = sys.getswitchinterval()
+    before = sys.get_coroutine_origin_tracking_depth()
     try:
         with pytest.raises(StaleGraphError, match=found):
             assert_same_bits(
@@ -907,7 +907,7 @@ def test_what_nothing_watches_is_found_by_capturing_again(
                 evaluate_after=evaluate_after,
             )
     finally:
-        sys.setswitchinterval(before)
+        sys.set_coroutine_origin_tracking_depth(before)
 
 
 class _OfObjects(nn.Module):
