@@ -25,7 +25,7 @@ BLOCK, BACKWARD = "a block was sent", "a backward has ended"
 
 
 class Layers(nn.Module):
-    """Large layers, of which one is used twice, norms, dropout, and a branch that some skip."""
+    """Large layers, one used twice and one never, a norm that all share, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
