@@ -36,7 +36,13 @@ _TOLD_CAUSAL = (
     "False; for a decoder tgt_is_causal=, for nn.Transformer src_is_causal= and tgt_is_causal="
 )
 _PACKING = r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' failed to unpack"
+TEXT_OF_TENSOR = "the text of a tensor"
 _REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        TEXT_OF_TENSOR,
+        "the code writes out a tensor, whose values are not there yet (str, repr, print)",
+        f"write out its shape, or a number of it (f'{{h.mean():.3f}}'), or {_OPAQUE}",
+    ),
     (
         r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
         r"|Sym(Float|Int|Bool)\b|DataDependentOutput|DynamicOutputShape|NestedTensor"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+from graphsplit.torch_ext.replaced import note_real
+
 Ask = Callable[[Any, str | None, bool], None]
 FUNCTIONS = frozenset(("getattr", "hasattr", "setattr", "delattr", "vars", "globals"))
 
@@ -39,6 +41,7 @@ class AskedByName:
             if name not in held:
                 held[name] = self.others.get(name) or self._watched(name, held)
                 self._put.append((held, name, held[name]))
+                note_real(held[name], getattr(builtins, name))
 
     def has_put(self, held: Any, name: Any) -> bool:
         """Whether what stands under a name among these globals is one of them."""

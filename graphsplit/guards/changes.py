@@ -45,6 +45,7 @@ from graphsplit.guards.values import (
 from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import BufferForm
 from graphsplit.torch_ext.private import FakeTensor
+from graphsplit.torch_ext.replaced import real_function
 from graphsplit.torch_ext.stand_ins import StandIn
 
 
@@ -372,10 +373,13 @@ def put_all_back(noted: Iterable[Noted]) -> None:
 
 
 def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:
-    """A change, with how the numbers in it are made; those in objects must not be of values."""
+    """A change, with how the numbers in it are made; those in objects must not be of values.
+
+    What stands for a function while code is recorded is not left.
+    """
 
     def number(leaf: Any) -> Any:
-        return compute(leaf) if isinstance(leaf, SYMBOLIC) else leaf
+        return compute(leaf) if isinstance(leaf, SYMBOLIC) else real_function(leaf)
 
     # Read or not: the script may look at it.
     holds(change.new, lambda leaf: number(leaf) is None)

@@ -142,6 +142,9 @@ def items_of(value: Any) -> Iterator[Any]:
 
 
 def _content(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, np.ma.MaskedArray):
+        mask = None if value.mask is np.ma.nomask else value.mask.tobytes()
+        return (*_content(value.data)[:2], (_content(value.data)[2], mask))
     if isinstance(value, (np.ndarray, np.void)):  # the latter: a record, a view of its array
         # An array of objects has no bits to speak of: what it holds is compared by identity.
         held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
@@ -261,8 +264,15 @@ def _array_of(frozen: Frozen) -> Any:
 
 def _fill_array(frozen: Frozen) -> None:
     """Let an array have the content of its snapshot."""
-    container, (_, size, held) = frozen.container, frozen.content or ("", 0, b"")
-    if isinstance(container, bytearray):
+    container, (kind, size, held) = frozen.container, frozen.content or ("", 0, b"")
+    if isinstance(container, np.ma.MaskedArray):
+        _fill_array(Frozen(container.data, content=(kind, size, held[0])))
+        if held[1] is None:
+            container.mask = np.ma.nomask
+            container.shrink_mask()
+        else:
+            container.mask = np.frombuffer(held[1], container.mask.dtype).reshape(size)
+    elif isinstance(container, bytearray):
         container[:] = held
     elif isinstance(container, IN_C):
         ctypes.memmove(ctypes.addressof(container), held, size)

@@ -145,9 +145,14 @@ CONTRACT: tuple[PrivateName, ...] = (
         "left out of a capture, or looked for in its graph: nobody reads it (exporting.py)",
         "export.exported_program._create_graph_module_for_export",
         *("export._trace._replace_unbacked_bindings", "export._trace._ignore_backend_decomps"),
-        "export._trace._detect_attribute_assignment",
+        *("export._trace._detect_attribute_assignment", "export._trace._override_builtin_ops"),
         "fx.experimental.proxy_tensor._extract_tensor_metadata",
         *("_export.utils.insert_deferred_runtime_asserts", "_assert_scalar"),
+    ),
+    *_of(
+        "torch._export.non_strict_utils",
+        "max, min and math.pow while a step is recorded: for symbols alone (exporting.py)",
+        *("_override_builtin_ops", "_tensor_min_max"),
     ),
     *_of(
         "torch._export.passes",

@@ -5,6 +5,8 @@ It stands apart because it imports sympy and the compiler's front end, which tak
 
 from __future__ import annotations
 
+import builtins
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.source import ConstantSource
+from torch._export import non_strict_utils
 from torch._export import utils as passes
 from torch.export import _trace as trace
 from torch.export import exported_program
@@ -22,7 +25,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphsplit.torch_ext.attributes import is_of_user
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import note_real, replaced
 
 __all__ = [
     "ConstantSource",
@@ -33,6 +36,7 @@ __all__ = [
     "sympy_interp",
 ]
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # What the pass that inserts checks of sizes looks for, besides symbols.
 _CHECKS = frozenset(
     (
@@ -54,6 +58,7 @@ def only_what_is_read() -> Iterator[None]:
     Nor does it switch kernels off, which decide how PyTorch takes operations apart: none is here,
     and code that asks ``torch.backends.mkldnn.enabled`` gets the answer of eager mode.
     Nor does it go through what attributes hold, which may hold itself: all writes are watched.
+    And what it has in place of functions of Python's own is for symbols alone.
     """
     with (
         _lazy_graph_module._use_lazy_graph_module(True),
@@ -61,6 +66,7 @@ def only_what_is_read() -> Iterator[None]:
         replaced(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
         replaced(trace, "_ignore_backend_decomps", nullcontext),
         replaced(trace, "_detect_attribute_assignment", _attributes_put_back),
+        replaced(trace, "_override_builtin_ops", _as_python_computes),
         _for_symbols_alone(trace, "_replace_unbacked_bindings"),
         _for_symbols_alone(passes, "insert_deferred_runtime_asserts"),
     ):
@@ -77,6 +83,39 @@ def _attributes_put_back(root: nn.Module) -> Iterator[None]:
     finally:
         for own, then in zip(held, before, strict=True):
             own.update(then)
+
+
+@contextmanager
+def _as_python_computes() -> Iterator[None]:
+    """Let ``max``, ``min`` and ``math.pow`` do as Python does, but for symbols.
+
+    Else the greater of two tensors would be a third one, with half the gradient where they are
+    equal, and ``math.pow(2, 3)`` a whole number.
+    """
+    of_export: Any = non_strict_utils
+    plain, power, functions = of_export._tensor_min_max, math.pow, (builtins.max, builtins.min)
+
+    def chosen(*args: Any, real_callable: Any, tensor_callable: Any, **options: Any) -> Any:
+        given = args
+        if len(args) == 1 and not isinstance(args[0], torch.Tensor):
+            args = (given := tuple(args[0]),)
+        is_of_symbols = any(isinstance(one, _SYMBOLS) for one in given)
+        if options or not is_of_symbols or any(isinstance(one, torch.Tensor) for one in given):
+            return real_callable(*args, **options)
+        return plain(*args, real_callable=real_callable, tensor_callable=tensor_callable)
+
+    def raised(one: Any, by: Any, /) -> Any:
+        return one**by if isinstance(one, _SYMBOLS) or isinstance(by, _SYMBOLS) else power(one, by)
+
+    with (
+        replaced(non_strict_utils, "_tensor_min_max", chosen),
+        of_export._override_builtin_ops(),
+        replaced(math, "pow", raised),
+    ):
+        note_real(raised, power)
+        for stand_in, real in zip((builtins.max, builtins.min), functions, strict=True):
+            note_real(stand_in, real)
+        yield
 
 
 def _without_code(root: Any, graph: Any) -> GraphModule:

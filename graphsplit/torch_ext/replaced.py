@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -50,6 +51,7 @@ HASH: Patch = (torch.Tensor, "__hash__")
 EQUAL: Patch = (torch.Tensor, "__eq__")
 # What code that is kept whole is told, or is watched by, when it is looked at once.
 FORMAT: Patch = (torch.Tensor, "__format__")
+TEXT: Patch = (torch.Tensor, "__repr__")
 ANNOTATE: Patch = (torch.fx.traceback, "annotate")
 
 # What a script's own loop reads its batches by: watched from the first such loop on.
@@ -100,6 +102,21 @@ MISSING: Any = object()  # a class has no attribute of its own of that name
 # By the holder of an attribute, or a module's table, and its name: what stands there otherwise.
 _OUTSIDE: dict[tuple[int, str], Any] = {}
 
+_functions = (FunctionType, partial)
+_STANDS_FOR = "_graphsplit_stands_for"  # of a function: what stands there otherwise
+
+
+def note_real(replacement: Any, real: Any) -> None:
+    """Note for which function, or class, another one stands."""
+    setattr(replacement, _STANDS_FOR, real)
+
+
+def real_function(value: Any) -> Any:
+    """The function for which one stands; anything else as it is."""
+    while isinstance(value, (type, *_functions)) and _STANDS_FOR in vars(value):
+        value = vars(value)[_STANDS_FOR]
+    return value
+
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
@@ -109,6 +126,8 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     key = (id(vars(owner)) if isinstance(owner, ModuleType) else id(owner), name)
     is_outermost = key not in _OUTSIDE
     _OUTSIDE.setdefault(key, own)
+    if isinstance(replacement, _functions):
+        note_real(replacement, own)
     setattr(owner, name, replacement)
     try:
         yield

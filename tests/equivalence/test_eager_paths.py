@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import assert_same_wherever_placed, batches_of
+from equivalence_helpers import assert_same_wherever_placed, batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from simulated.scattered import Scattered
 from simulated.simulate import Captures
@@ -271,3 +272,50 @@ def test_distributions_check_their_arguments_in_the_graph() -> None:
     cluster = assert_same_bits(Normal, batches, num_workers=2)
     with pytest.raises(StepFailedError):
         cluster.train_step(((), {"x": torch.full((4, 8), torch.inf)}))
+
+
+def _least(h: torch.Tensor) -> torch.Tensor:
+    norms = [row.sum() for row in h[:3]] + [max(h[0])]
+    return h * (
+        min(norms[0], norms[0].detach())
+        + max([norms[1].detach(), norms[1], norms[2] - 9])
+        + norms[3]
+    )
+
+
+def _not_a_number(h: torch.Tensor) -> torch.Tensor:
+    unknown, mean = h.sum() * float("nan"), h.mean()
+    return h * max(mean, unknown) + min(mean, unknown, key=torch.Tensor.dim)
+
+
+def _powers(h: torch.Tensor) -> torch.Tensor:
+    return h + torch.full((8,), math.pow(2, 3)) / 3 * (2 if type(math.pow(2, 2)) is float else 1)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("compute", [_least, _not_a_number, _powers])
+def test_max_min_and_pow_are_pythons_own(compute: Any, *, inside: bool) -> None:
+    """Of two equal tensors the first has all the gradient; what is not a number is no greater."""
+
+    class Computing(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(compute(self.linear(x)))
+
+    class Around(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Computing() if inside else nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.inner(self.linear(x).tanh())
+            return torch.as_tensor(h if inside else compute(h))
+
+    assert_same_bits(
+        Around,
+        batches_of(8, 8),
+        num_workers=2,
+        place=lambda net: (net.linear.place("MS_WORKER", 0), net.inner.place("MS_WORKER", 1)),
+        loss_fn=rows_against_target,
+        microbatches=2,
+        plan_everywhere=True,
+    )

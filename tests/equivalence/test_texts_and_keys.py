@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from simulated.equivalence import assert_same_bits
 from torch import nn
+
+from graphsplit.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")
 Key = Callable[[torch.Tensor], Any]
@@ -126,6 +129,28 @@ def against_target(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_module_keeps_values_by_their_text(key: str) -> None:
     same(lambda: Net(Memo(KEYS[key])))
+
+
+TEXTS: dict[str, Key] = {
+    "f": lambda h: f"{h[0]}",
+    "str": lambda h: str(h.sum()),
+    "repr in a list": lambda h: repr([h.detach()]),
+    "format": lambda h: f"{h:}",
+    "!s": lambda h: f"class {h.sum(0)!s}",
+    "print": lambda h: print(h, file=(file := io.StringIO())) or file.getvalue(),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_module_writes_out_a_tensor(text: str) -> None:
+    """It wrote out what stands for the tensor while it is recorded."""
+    same(lambda: Net(Memo(TEXTS[text])))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_network_that_writes_out_a_tensor_is_refused(text: str) -> None:
+    with pytest.raises(CaptureError, match=r"writes out a tensor(.|\n)*test_texts_and_keys.py:\d"):
+        same(lambda: OwnCode(TEXTS[text]))
 
 
 @pytest.mark.parametrize("key", ["f", "f of a tensor", "number", "truth"])

@@ -70,6 +70,7 @@ CALLS: dict[Patch, Callable[[], Any]] = {
     patches.HASH: lambda: {torch.ones(1)},
     patches.EQUAL: lambda: torch.ones(1) == torch.ones(1),
     patches.FORMAT: lambda: f"{torch.ones(())}",
+    patches.TEXT: lambda: str([torch.ones(1)]),
     patches.ANNOTATE: _annotated,
 }
 

@@ -9,7 +9,8 @@ key, asks for it::
     self.seen[str(self.step // 10)] += 1
     self.memo[h.argmax().item()]
 
-Which kind of number it is it need not ask: ``isinstance(h.mean().item(), float)``.
+Which kind of number it is it need not ask: ``isinstance(h.mean().item(), float)``. The text of a
+tensor itself is that of all its values: only code that is kept whole has it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.failures import TEXT_OF_TENSOR
+from graphsplit.capture.observe import is_tracked
 from graphsplit.frames import past_pythons
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.values import SYMBOLIC
-from graphsplit.torch_ext.private import FakeTensor
-from graphsplit.torch_ext.replaced import FORMAT, replaced
+from graphsplit.torch_ext.private import DataDependentOutputException, FakeTensor
+from graphsplit.torch_ext.replaced import FORMAT, TEXT, replaced
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _TEXTS_AND_KEYS = ("__repr__", "__str__", "__format__", "__hash__")
@@ -40,6 +43,7 @@ def numbers_asked() -> Iterator[None]:
             for name in _TEXTS_AND_KEYS:
                 stack.enter_context(replaced(kind, name, _asking(kind, name)))
         stack.enter_context(replaced(*FORMAT, _format_tensor))
+        stack.enter_context(replaced(*TEXT, _text_of_tensor))
         yield
 
 
@@ -71,15 +75,31 @@ def _asking(kind: Any, name: str) -> Callable[..., Any]:
 
 
 _PLAIN_FORMAT: Any = torch.Tensor.__format__
+_PLAIN_TEXT: Any = torch.Tensor.__repr__
 
 
 @functools.wraps(_PLAIN_FORMAT)
 def _format_tensor(tensor: Any, spec: str) -> str:
     """As torch formats a tensor of one number that has values."""
-    if not isinstance(tensor, FakeTensor) or tensor.dim() or not _is_asked_by_user():
+    if not isinstance(tensor, FakeTensor) or not _is_asked_by_user():
+        return str(_PLAIN_FORMAT(tensor, spec))
+    if tensor.dim():
+        _need_no_text(tensor)
         return str(_PLAIN_FORMAT(tensor, spec))
     number = tensor.item()
     return format(_KINDS.get(type(number), type(number))(number), spec)
+
+
+@functools.wraps(_PLAIN_TEXT)
+def _text_of_tensor(tensor: Any, **how: Any) -> str:
+    if isinstance(tensor, FakeTensor) and _is_asked_by_user():
+        _need_no_text(tensor)
+    return str(_PLAIN_TEXT(tensor, **how))
+
+
+def _need_no_text(tensor: Any) -> None:
+    if is_tracked(tensor):  # else its code is kept whole, and runs for a trial
+        raise DataDependentOutputException(TEXT_OF_TENSOR)  # type: ignore[arg-type]
 
 
 def _is_asked_by_user() -> bool:

@@ -29,8 +29,8 @@ from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
 from graphsplit.guards.changes import Change
 from graphsplit.guards.places import entry
-from graphsplit.guards.values import MISSING
-from graphsplit.torch_ext.attributes import buffers_of, modules_of, parameters_of, refill
+from graphsplit.guards.values import MISSING, freeze, same
+from graphsplit.torch_ext.attributes import MODULES, buffers_of, modules_of, parameters_of, refill
 
 _Modules = Mapping[str, nn.Module]
 _Table = Mapping[str, nn.Module | None]
@@ -106,7 +106,8 @@ class ModulesStay:
             now = dict(modules_of(one))  # a scripted module has another kind of table
             for name in {**was, **now}:
                 old, new = was.get(name, MISSING), now.get(name, MISSING)
-                if new is not old and (not isinstance(new, nn.Module) or id(new) in known):
+                is_known = not isinstance(new, nn.Module) or id(new) in known
+                if new is not old and (is_known or not _are_alike(old, new)):
                     label = f"{self._label_of(path)}.{name}"
                     place = entry(modules_of(one), name, label, lines.get(name, ""))
                     yield Change(place, old, new, is_read=True)
@@ -145,6 +146,18 @@ def _moved(before: _Modules, after: _Modules) -> Iterator[str]:
         elsewhere = [one for one in inside if id(one) not in stay]
         if is_lost or any(id(one) in known or _holds_tensors([one]) for one in elsewhere):
             yield path
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two modules without tensors differ in nothing that code could see but the object."""
+    if type(one) is not type(other):
+        return False
+    tables = modules_of(one), modules_of(other)
+    if list(tables[0]) != list(tables[1]):
+        return False
+    held = ({k: v for k, v in vars(m).items() if k != MODULES} for m in (one, other))
+    are_same = same(freeze(next(held)), next(held))
+    return are_same and all(map(_are_alike, *(table.values() for table in tables)))
 
 
 def _holds_tensors(modules: Iterable[nn.Module]) -> bool:
