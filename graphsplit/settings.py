@@ -181,7 +181,7 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         snapshot_every=reader.steps("GS_SNAPSHOT_EVERY", default=10),
         snapshot_disk_every=reader.steps("GS_SNAPSHOT_DISK_EVERY", default=100),
         transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
-        recapture_every=_read_recapture(reader),
+        recapture_every=reader.steps("GS_RECAPTURE_EVERY", default=0, least=0),
         labels=_read_labels(reader),
         trace=reader.text("GS_TRACE"),
         watching=_read_watching(reader),
@@ -288,18 +288,6 @@ def recovery_policy(environ: Mapping[str, str]) -> str:
     return _read_recovery(_Reader(environ))
 
 
-def recapture_every(environ: Mapping[str, str]) -> int:
-    """After how many steps graphs are captured again and compared; 0: never.
-
-    Raises:
-        ConfigurationError: ``GS_RECAPTURE_EVERY`` is malformed.
-    """
-    reader = _Reader(environ)
-    found = _read_recapture(reader)
-    reader.raise_if_any()
-    return found
-
-
 def worker_ports(environ: Mapping[str, str]) -> tuple[int, int]:
     """The ports that workers may take; any where the variable is malformed."""
     return _read_ports(_Reader(environ))
@@ -316,10 +304,6 @@ def _read_ports(reader: _Reader) -> tuple[int, int]:
         reader.problem("GS_WORKER_PORTS", expected, "for example GS_WORKER_PORTS=41000-41100")
         return 0, 0
     return first, last
-
-
-def _read_recapture(reader: _Reader) -> int:
-    return reader.steps("GS_RECAPTURE_EVERY", default=0, least=0)
 
 
 def _read_recovery(reader: _Reader) -> str:

@@ -103,7 +103,7 @@ class Driver:
 
     def say(self, node: int, message: WorkerMessage, *, generation: int | None = None) -> None:
         """A worker of the present generation says something."""
-        present = self.state.generation if generation is None else generation
+        present = self.state.job.generation.number if generation is None else generation
         self.feed(Received(node, message, present))
 
     def arrive(self, node: int, kind: MeetingKind, name: str = "", digest: str = "") -> None:

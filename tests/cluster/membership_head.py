@@ -113,7 +113,7 @@ class Head:
     @property
     def may_finish(self) -> bool:
         """Whether the job goes on, and goes on whoever is lost."""
-        is_healthy = self.state is not None and self.state._job.is_healthy
+        is_healthy = self.state is not None and self.state.job.is_healthy
         return is_healthy and self.rules.lets_rejoin
 
     def after(self, event: AnyEvent, *, forgets: bool) -> tuple[Head, list[ToSlot]]:
@@ -128,10 +128,10 @@ class Head:
         if isinstance(event, Passed):
             event, now = Tick(), event.seconds
         elif isinstance(event, Silent):
-            state._job.roster.of(event.incarnation).last_seen = -2 * NODE_S
+            state.job.roster.of(event.incarnation).last_seen = -2 * NODE_S
             event = Tick()
         effects = state.handle(event, now)
-        check_all_are_told(effects, state._job, has_failed=self.state.phase is JobPhase.FAILED)
+        check_all_are_told(effects, state.job, has_failed=self.state.job.phase is JobPhase.FAILED)
         return self._apply(state, effects, forgets=forgets)
 
     def _returned(self, *, forgets: bool) -> tuple[Head, list[ToSlot]]:
@@ -148,10 +148,13 @@ class Head:
         for effect in effects:
             match effect:
                 case Send():
-                    noticed.append(Sent(effect.node, state.generation, effect.message))
+                    noticed.append(Sent(effect.node, state.job.generation.number, effect.message))
                 case Refuse():
                     refused = Refused(effect.reason)
-                    noticed += [Sent(effect.node, state.generation, refused), HungUp(effect.node)]
+                    noticed += [
+                        Sent(effect.node, state.job.generation.number, refused),
+                        HungUp(effect.node),
+                    ]
                 case Drop():
                     noticed.append(HungUp(effect.node))
                 case Persist():
@@ -161,9 +164,9 @@ class Head:
                     if effect.cause is not None:
                         check_told(effect.cause)
                     return Head(self.rules, None, None, effect), [*noticed, Gone()]
-        rewind(state._job)
+        rewind(state.job)
         if forgets:
-            forget(state._job)
+            forget(state.job)
         return Head(self.rules, state, image), noticed
 
     def times(self, *, is_quiet: bool) -> Iterator[tuple[str, AnyEvent]]:
@@ -172,7 +175,7 @@ class Head:
             if self.may_return:
                 yield "scheduler returns", Returned()
             return
-        job = self.state._job
+        job = self.state.job
         if job.is_healthy and job.liveness.suspicion._known:
             yield "grace is over", Passed(job.liveness.suspicion._deadline)
         elif is_quiet:
@@ -186,7 +189,7 @@ class Head:
 
     def view(self, slot: int) -> View:
         """What matters to one slot."""
-        job = self.state._job if self.state is not None else None
+        job = self.state.job if self.state is not None else None
         return view_of(slot, job, may_return=self.may_return)
 
 

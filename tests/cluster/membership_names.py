@@ -83,7 +83,7 @@ def rename_in_head(head: Head, names: Renaming) -> Head:
     attempts = {(life, old): new for life, old, new in names.attempts}
     state = copy(head.state)
     if state is not None:
-        _rename_in_job(state._job, nodes, attempts)
+        _rename_in_job(state.job, nodes, attempts)
     return Head(head.rules, state, head.image, head.exit)
 
 

@@ -253,7 +253,7 @@ def test_silence_is_a_loss_and_any_message_breaks_it(drive):
         scheduler.say(1, Heartbeat(0, "step 0"))
     scheduler.pass_time(25)
     scheduler.say(0, Heartbeat(0))
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     scheduler.pass_time(5.6)
     cause = scheduler.last(0).cause
     assert (cause.kind, cause.rank) == ("lost", 1)
@@ -267,9 +267,9 @@ def test_a_scheduler_that_was_frozen_itself_blames_nobody(drive, node_timeout_s,
     scheduler = drive(num_workers=2, node_timeout_s=node_timeout_s).form()
     scheduler.pass_time(2)
     scheduler.pass_time(frozen_s, step_s=frozen_s)
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     scheduler.pass_time(node_timeout_s + 1)
-    assert scheduler.state.phase is JobPhase.FAILED
+    assert scheduler.state.job.phase is JobPhase.FAILED
 
 
 def test_a_worker_is_told_the_progress_of_those_it_asks_for_and_nobody_else_is(drive):
@@ -294,13 +294,13 @@ def test_the_job_finishes_when_all_have_and_ends_when_all_have_left(drive):
         scheduler.arrive(node, MeetingKind.FINISH)
     assert scheduler.sent == {}
     scheduler.arrive(4, MeetingKind.FINISH)
-    assert scheduler.state.phase is JobPhase.DRAINING
+    assert scheduler.state.job.phase is JobPhase.DRAINING
     for node in range(5):
         assert scheduler.last(node) == Departed(MeetingKind.FINISH)
         scheduler.say(node, Leave())
     leave_all(scheduler)
     assert (scheduler.exit.status, scheduler.exit.cause) == (0, None)
-    assert (scheduler.state.phase, scheduler.state.is_over) == (JobPhase.FINISHED, True)
+    assert (scheduler.state.job.phase, scheduler.state.job.is_over) == (JobPhase.FINISHED, True)
 
 
 def test_a_released_worker_that_lingers_does_not_keep_the_scheduler(drive):
@@ -391,7 +391,7 @@ def test_sigterm_ends_a_job_in_order_once_it_has_begun_and_at_once_when_it_comes
     scheduler.say(0, Heartbeat(7, "train step 3", location=Location(step=3)))
     scheduler.feed(Interrupted("SIGTERM", 15))
     assert scheduler.last(0) == scheduler.last(1) == StopSoon()
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     scheduler.feed(Interrupted("SIGTERM", 15))
     assert scheduler.last(0).cause.message == "the job was interrupted by SIGTERM"
     leave_all(scheduler, (0, 1))

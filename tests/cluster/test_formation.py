@@ -42,9 +42,9 @@ def test_ranks_do_not_depend_on_the_order_of_arrival(drive, registration, order)
         assert (formed.job, formed.generation, formed.seed) == ("ab" * 16, 1, 4711)
         assert formed.peers[1].endpoints == {"grpc": "10.0.0.1:4711"}
         assert formed.warnings == ()
-    assert scheduler.state.phase is JobPhase.PLANNED
+    assert scheduler.state.job.phase is JobPhase.PLANNED
     scheduler.answer_plan()
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     assert [scheduler.last(rank) for rank in range(3)] == [Started(1)] * 3
 
 
@@ -90,7 +90,7 @@ def test_missing_workers_end_the_job_when_the_time_is_over(drive, registration):
     scheduler.register(1, registration("1"))
     scheduler.register(3, registration("3"))
     scheduler.pass_time(19.8)
-    assert scheduler.state.phase is JobPhase.FORMING
+    assert scheduler.state.job.phase is JobPhase.FORMING
     scheduler.pass_time(0.4)
 
     cause = scheduler.last(1).cause
@@ -152,7 +152,7 @@ def test_a_worker_that_does_not_fit_is_refused_and_harms_nobody(
     scheduler.feed(Disconnected(99))
     for rank in ("0", "1", "2"):
         scheduler.register(int(rank), registration(rank))
-    assert scheduler.state.phase is JobPhase.PLANNED
+    assert scheduler.state.job.phase is JobPhase.PLANNED
 
 
 def test_a_worker_of_a_job_of_another_size_is_refused(drive, registration):
@@ -168,7 +168,7 @@ def test_a_sixth_worker_of_five_is_refused_while_the_job_runs(drive, registratio
     assert "the job has 5 workers, and all of them have registered" in scheduler.refused[6]
     scheduler.feed(Disconnected(6))
     scheduler.pass_time(1)
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
 
 
 def test_a_second_scheduler_client_with_a_taken_rank_hears_who_holds_it(drive, registration):
@@ -198,7 +198,7 @@ def test_strangers_who_say_nonsense_or_nothing_are_refused(drive):
     assert 3 not in scheduler.refused
     scheduler.pass_time(0.4)
     assert scheduler.refused[3] == "it did not register within 10 s"
-    assert scheduler.state.phase is JobPhase.FORMING
+    assert scheduler.state.job.phase is JobPhase.FORMING
 
 
 def test_what_a_refused_node_still_says_is_not_refused_again(drive):
@@ -245,6 +245,6 @@ def test_a_worker_that_is_lost_while_the_job_forms_ends_it(drive, registration):
 def test_nothing_happens_after_the_end(drive, registration):
     scheduler = drive(topo_timeout_s=1)
     scheduler.pass_time(1)
-    assert (scheduler.state.phase, scheduler.state.is_over) == (JobPhase.FAILED, True)
+    assert (scheduler.state.job.phase, scheduler.state.job.is_over) == (JobPhase.FAILED, True)
     assert scheduler.feed(Tick()) == []
     assert scheduler.feed(Connected(1)) == []

@@ -113,7 +113,7 @@ def test_nobody_waits_for_a_registered_worker_that_will_not_be_started_again(dri
     for node in (0, 1):
         scheduler.register(node, registration(str(node)))
     scheduler.feed(Disconnected(1))
-    assert scheduler.state.phase is JobPhase.FORMING
+    assert scheduler.state.job.phase is JobPhase.FORMING
     scheduler.feed(ended(1))
     assert isinstance(scheduler.last(0), Abort)
 
@@ -129,14 +129,14 @@ def test_the_end_of_a_former_process_of_a_rank_means_nothing(drive):
     scheduler = drive(num_workers=2).form()
     scheduler.feed(ended(1, pid=99))
     scheduler.pass_time(1)
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
 
 
 def test_a_job_that_waits_for_a_process_that_will_not_come_ends(drive):
     scheduler = drive(num_workers=2, recovery="wait_rejoin").form()
     scheduler.feed(Disconnected(1))
     scheduler.pass_time(0.4)
-    assert scheduler.state.phase is JobPhase.RECOVERING
+    assert scheduler.state.job.phase is JobPhase.RECOVERING
     scheduler.feed(ended(1, pid=7))
     assert isinstance(scheduler.last(0), Abort)
 
@@ -327,7 +327,7 @@ def test_the_launcher_is_told_which_ranks_nobody_held_at_the_finish(given_up):
     scheduler.feed(Disconnected(1))
     scheduler.pass_time(0.4)
     for node in (0, 2):
-        scheduler.say(node, Rejoin(scheduler.state.generation, {"grpc": "10.0.0.9:1"}))
+        scheduler.say(node, Rejoin(scheduler.state.job.generation.number, {"grpc": "10.0.0.9:1"}))
     scheduler.answer_plan()
     for node in (0, 2):
         scheduler.arrive(node, MeetingKind.FINISH)

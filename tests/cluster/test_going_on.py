@@ -28,7 +28,7 @@ def lose(scheduler, node):
 
 def offer(scheduler, *nodes):
     for node in nodes:
-        scheduler.say(node, Rejoin(scheduler.state.generation, OFFER))
+        scheduler.say(node, Rejoin(scheduler.state.job.generation.number, OFFER))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_those_who_are_left_are_numbered_without_gaps_and_told_the_ranks(without
         assert (formed.rank, [peer.rank for peer in formed.peers]) == (number, [0, 2])
     assert "going on with 2 of 3 workers, without workers 1" in "\n".join(without_one.log)
     without_one.answer_plan()
-    assert without_one.state.phase is JobPhase.RUNNING
+    assert without_one.state.job.phase is JobPhase.RUNNING
 
 
 def test_they_meet_and_finish_alone(without_one):
@@ -58,7 +58,7 @@ def test_they_meet_and_finish_alone(without_one):
     assert [type(without_one.last(node)) for node in (0, 2)] == [Departed, Departed]
     for node in (0, 2):
         without_one.arrive(node, MeetingKind.FINISH)
-    assert without_one.state.phase is JobPhase.DRAINING
+    assert without_one.state.job.phase is JobPhase.DRAINING
 
 
 def test_progress_is_asked_for_and_told_by_the_numbers_of_the_generation(without_one):
@@ -82,9 +82,9 @@ def test_who_comes_ends_the_generation_and_is_part_of_the_next(without_one, regi
 
 def test_who_comes_before_the_others_run_is_taken_in_when_they_do(without_one, registration):
     without_one.register(11, registration("1", incarnation="second life"))
-    assert without_one.state.phase is JobPhase.PLANNED
+    assert without_one.state.job.phase is JobPhase.PLANNED
     without_one.answer_plan()
-    assert without_one.state.phase is JobPhase.RECOVERING
+    assert without_one.state.job.phase is JobPhase.RECOVERING
     offer(without_one, 0, 2)
     assert len(without_one.last(0).peers) == 3
 
@@ -111,7 +111,7 @@ def test_one_after_the_other_may_be_lost_and_the_last_one_ends_the_job(without_o
     assert (without_one.last(2).rank, len(without_one.last(2).peers)) == (0, 1)
     without_one.answer_plan()
     lose(without_one, 2)
-    assert without_one.state.phase in (JobPhase.FAILED, JobPhase.FINISHED)
+    assert without_one.state.job.phase in (JobPhase.FAILED, JobPhase.FINISHED)
 
 
 def test_those_who_come_again_and_again_are_no_reason_to_give_up(without_one, registration):
@@ -123,4 +123,4 @@ def test_those_who_come_again_and_again_are_no_reason_to_give_up(without_one, re
         lose(without_one, 30 + life)
         offer(without_one, 0, 2)
         without_one.answer_plan()
-    assert without_one.state.phase is JobPhase.RUNNING
+    assert without_one.state.job.phase is JobPhase.RUNNING

@@ -57,7 +57,7 @@ def test_a_worker_cannot_arrive_twice_or_before_the_job_has_formed(drive, regist
     scheduler = drive().form()
     scheduler.arrive(1, *barrier())
     scheduler.arrive(1, *barrier())  # says it again, on a new stream: counts once
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     scheduler.arrive(1, *barrier("other"))
     assert scheduler.last(1).cause.kind == "refused"
     assert "arrived at the barrier 'other' out of turn" in scheduler.last(1).cause.message
@@ -93,7 +93,7 @@ def test_a_disagreement_shows_the_first_differing_line_of_both(drive):
     scheduler = drive(num_workers=3).form()
     disagree(scheduler, ["a\nb\nc", "a\nb\nc", "a\nB\nC"])
     scheduler.say(2, Text("plan 0", b"a\nB\nC"))
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     scheduler.say(0, Text("plan 0", b"a\nb\nc"))
 
     cause = scheduler.last(1).cause
@@ -148,7 +148,7 @@ def test_a_barrier_waits_for_workers_that_make_progress_and_names_those_that_do_
     for progress in range(1, 5):
         scheduler.pass_time(50, step_s=1)
         scheduler.say(1, Heartbeat(progress, "step 3"))
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
     scheduler.pass_time(62, step_s=1)
 
     cause = scheduler.last(0).cause
@@ -161,7 +161,7 @@ def test_workers_at_the_end_wait_for_the_others_as_long_as_they_live(drive):
     scheduler = drive(num_workers=2, receive_timeout_s=60, node_timeout_s=10_000).form()
     scheduler.arrive(0, MeetingKind.FINISH)
     scheduler.pass_time(1000, step_s=1)
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
 
 
 def test_a_long_text_is_split_at_the_ends_of_lines():

@@ -60,7 +60,7 @@ def forgotten(budget: Budget, head: Head, slots: list[Slot]) -> Any:
     """The world without what nothing depends on any more."""
     state, slots = copy(head.state), copy(slots)
     if state is not None:
-        forget(state._job)
+        forget(state.job)
     image = without_attempts(head.image) if head.image is not None else None
     head = Head(head.rules, state, image, head.exit)
     for slot in slots:

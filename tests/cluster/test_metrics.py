@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from security_helpers import authority, protection, worker_name
 from simulated.memory import MemoryFabric, MemoryTransport
 
+from graphsplit.cluster.scheduler.decisions import view
 from graphsplit.cluster.status.metrics import status_metrics
 from graphsplit.cluster.wire.messages import Heartbeat
 from graphsplit.errors import ConfigurationError
@@ -96,7 +97,7 @@ def test_the_state_of_each_worker_is_a_sample(drive):
     scheduler.now = 9.0
     found = {
         family.name: {sample.labels.get("rank"): sample.value for sample in family.samples}
-        for family in status_metrics(scheduler.state.status(9.0))
+        for family in status_metrics(view.status(scheduler.state.job, 9.0))
     }
     assert found["graphsplit_heartbeat_age_seconds"] == {"0": 9.0, "1": 2.0}
     assert found["graphsplit_worker_step"] == {"0": 0.0, "1": 5.0}

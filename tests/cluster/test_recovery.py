@@ -53,11 +53,14 @@ def recovering(drive):
 
 def offer(scheduler, *nodes):
     for node in nodes:
-        scheduler.say(node, Rejoin(scheduler.state.generation, OFFER))
+        scheduler.say(node, Rejoin(scheduler.state.job.generation.number, OFFER))
 
 
 def test_a_loss_ends_the_generation_for_the_survivors_and_names_the_cause(recovering):
-    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RECOVERING, 2)
+    assert (recovering.state.job.phase, recovering.state.job.generation.number) == (
+        JobPhase.RECOVERING,
+        2,
+    )
     for node in (0, 1):
         told = recovering.last(node)
         assert isinstance(told, Recovering)
@@ -69,16 +72,16 @@ def test_the_next_generation_runs_when_all_are_done_with_the_past(recovering, re
     recovering.register(12, registration("2", incarnation="second life"))
     assert recovering.last(12) == Accepted("ab" * 16, "wait_rejoin")
     offer(recovering, 0)
-    assert recovering.state.phase is JobPhase.RECOVERING
+    assert recovering.state.job.phase is JobPhase.RECOVERING
     offer(recovering, 1)
-    assert recovering.state.phase is JobPhase.PLANNED
+    assert recovering.state.job.phase is JobPhase.PLANNED
     for node in (0, 1, 12):
         formed = recovering.last(node)
         assert (formed.generation, formed.seed) == (2, 4711)
         assert [peer.endpoints for peer in formed.peers[:2]] == [OFFER, OFFER]
         assert formed.peers[2].incarnation == "second life"
     recovering.answer_plan()
-    assert recovering.state.phase is JobPhase.RUNNING
+    assert recovering.state.job.phase is JobPhase.RUNNING
     assert recovering.last(12) == Started(2)
 
 
@@ -109,11 +112,14 @@ def test_a_second_loss_is_waited_for_too(recovering, registration):
     offer(recovering, 0)
     recovering.feed(Disconnected(1))
     recovering.pass_time(0.4)
-    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RECOVERING, 2)
+    assert (recovering.state.job.phase, recovering.state.job.generation.number) == (
+        JobPhase.RECOVERING,
+        2,
+    )
     recovering.register(12, registration("2", incarnation="a"))
-    assert recovering.state.phase is JobPhase.RECOVERING
+    assert recovering.state.job.phase is JobPhase.RECOVERING
     recovering.register(11, registration("1", incarnation="b"))
-    assert recovering.state.phase is JobPhase.PLANNED
+    assert recovering.state.job.phase is JobPhase.PLANNED
 
 
 def test_a_loss_before_all_are_ready_tries_the_next_number(recovering, registration):
@@ -122,9 +128,12 @@ def test_a_loss_before_all_are_ready_tries_the_next_number(recovering, registrat
     recovering.say(0, Ready(2))
     recovering.feed(Disconnected(12))
     recovering.pass_time(0.4)
-    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RECOVERING, 3)
+    assert (recovering.state.job.phase, recovering.state.job.generation.number) == (
+        JobPhase.RECOVERING,
+        3,
+    )
     recovering.say(1, Ready(2), generation=2)
-    assert recovering.state.phase is JobPhase.RECOVERING
+    assert recovering.state.job.phase is JobPhase.RECOVERING
 
 
 def test_nobody_who_comes_back_in_time_ends_the_job_with_the_first_cause(recovering):
@@ -152,7 +161,10 @@ def test_messages_of_the_past_do_not_count(recovering, registration):
     offer(recovering, 0, 1)
     recovering.answer_plan()
     recovering.say(1, past, generation=1)
-    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RUNNING, 2)
+    assert (recovering.state.job.phase, recovering.state.job.generation.number) == (
+        JobPhase.RUNNING,
+        2,
+    )
     for node in (0, 1, 12):
         recovering.say(node, Arrive(MeetingKind.BARRIER, "now"))
         assert recovering.exit is None
@@ -163,7 +175,7 @@ def test_what_a_script_did_itself_ends_even_a_job_that_recovers(recovering):
     raised = FailureCause("exception", "ValueError: no", rank=1)
     recovering.say(1, Failed(raised), generation=1)
     assert recovering.last(0).cause.message == "ValueError: no"
-    assert recovering.state.phase is JobPhase.FAILED
+    assert recovering.state.job.phase is JobPhase.FAILED
 
 
 def test_a_frozen_worker_that_is_back_in_time_takes_its_rank_again(drive, registration):
@@ -171,13 +183,13 @@ def test_a_frozen_worker_that_is_back_in_time_takes_its_rank_again(drive, regist
     scheduler.pass_time(7)
     scheduler.say(0, Heartbeat(1))
     scheduler.pass_time(1.6)
-    assert scheduler.state.phase is JobPhase.RECOVERING
+    assert scheduler.state.job.phase is JobPhase.RECOVERING
     assert scheduler.dropped == [1]
     resume = Resume("ab" * 16, generation=1, rank=1)
     scheduler.register(11, registration("1", resume=resume))
     assert scheduler.last(11).generation == 2
     offer(scheduler, 0, 11)
-    assert scheduler.state.phase is JobPhase.PLANNED
+    assert scheduler.state.job.phase is JobPhase.PLANNED
 
 
 def test_a_frozen_worker_that_is_back_too_late_is_refused(drive, registration):
@@ -204,7 +216,10 @@ def test_a_stream_that_is_back_within_the_grace_disturbs_nobody(drive, registrat
     scheduler.feed(Disconnected(1))
     scheduler.register(11, registration("1", resume=Resume("ab" * 16, 1, 1)))
     scheduler.pass_time(1)
-    assert (scheduler.state.phase, scheduler.state.generation) == (JobPhase.RUNNING, 1)
+    assert (scheduler.state.job.phase, scheduler.state.job.generation.number) == (
+        JobPhase.RUNNING,
+        1,
+    )
     scheduler.arrive(11, MeetingKind.BARRIER, "x")
     assert scheduler.last(11) == Departed(MeetingKind.BARRIER, "x")
 
@@ -225,7 +240,7 @@ def test_links_that_stay_broken_are_not_recovered_from_for_ever(drive):
     for generation in (2, 3, 4):
         scheduler.say(0, broken)
         scheduler.pass_time(1.2)
-        assert (scheduler.state.phase, scheduler.state.generation) == (
+        assert (scheduler.state.job.phase, scheduler.state.job.generation.number) == (
             JobPhase.RECOVERING,
             generation,
         )
@@ -233,7 +248,7 @@ def test_links_that_stay_broken_are_not_recovered_from_for_ever(drive):
         scheduler.answer_plan()
     scheduler.say(0, broken)
     scheduler.pass_time(1.2)
-    assert scheduler.state.phase is JobPhase.FAILED
+    assert scheduler.state.job.phase is JobPhase.FAILED
 
 
 def test_a_worker_that_is_lost_while_the_job_forms_may_come_again(drive, registration):
@@ -242,7 +257,7 @@ def test_a_worker_that_is_lost_while_the_job_forms_may_come_again(drive, registr
     scheduler.feed(Disconnected(0))
     scheduler.register(10, registration("0", incarnation="second life"))
     scheduler.register(1, registration("1"))
-    assert scheduler.state.phase is JobPhase.PLANNED
+    assert scheduler.state.job.phase is JobPhase.PLANNED
 
 
 def test_under_restart_only_what_may_go_well_asks_for_another_try(drive):
@@ -293,9 +308,15 @@ def test_a_job_started_again_that_lost_all_at_once_is_a_new_one(drive, registrat
     scheduler.state = SchedulerState.restored(scheduler.rules, image, scheduler.now, following)
     scheduler.state.open()
     scheduler.register(20, registration("0", incarnation="again-0", num_workers=2))
-    assert (scheduler.state.phase, scheduler.state.job) == (JobPhase.FORMING, "cd" * 16)
+    assert (scheduler.state.job.phase, scheduler.state.job.identity.job) == (
+        JobPhase.FORMING,
+        "cd" * 16,
+    )
     scheduler.register(21, registration("1", incarnation="again-1", num_workers=2))
-    assert (scheduler.state.phase, scheduler.state.generation) == (JobPhase.PLANNED, 1)
+    assert (scheduler.state.job.phase, scheduler.state.job.generation.number) == (
+        JobPhase.PLANNED,
+        1,
+    )
     assert scheduler.images[-1].job == "cd" * 16
     come_back(scheduler, registration, 22, 0)
     assert "serves another one" in scheduler.refused[22]
@@ -312,7 +333,7 @@ def test_a_process_beside_a_job_whose_workers_came_back_is_refused(drive, regist
     scheduler.register(21, registration("0", incarnation="again-0", num_workers=2))
     assert "rank 0 is already held" in scheduler.refused[21]
     come_back(scheduler, registration, 22, 1)
-    assert scheduler.state.phase is JobPhase.RUNNING
+    assert scheduler.state.job.phase is JobPhase.RUNNING
 
 
 def come_back(scheduler, registration, node, rank, num_departed=0, generation=1):
@@ -331,12 +352,15 @@ def test_a_restored_scheduler_learns_from_its_workers_which_meetings_are_over(dr
 
 def test_a_plan_that_never_ran_is_given_up_by_a_restored_scheduler(drive, registration):
     scheduler = restored(drive(num_workers=2, keeps_journal=True).form(), "planned")
-    assert (scheduler.state.phase, scheduler.state.generation) == (JobPhase.RECOVERING, 2)
+    assert (scheduler.state.job.phase, scheduler.state.job.generation.number) == (
+        JobPhase.RECOVERING,
+        2,
+    )
     come_back(scheduler, registration, 20, 0)
     assert scheduler.last(20).generation == 2
     come_back(scheduler, registration, 21, 1)
     offer(scheduler, 20, 21)
-    assert scheduler.state.phase is JobPhase.PLANNED
+    assert scheduler.state.job.phase is JobPhase.PLANNED
 
 
 @pytest.mark.parametrize("policy", ["fail_fast", "wait_rejoin"])
@@ -350,7 +374,7 @@ def test_who_does_not_come_back_to_a_restored_scheduler_is_lost(drive, registrat
     cause = scheduler.last(20).cause
     assert (cause.rank, cause.kind) == (1, "lost")
     assert "did not come back within 7 s" in cause.message
-    is_over = scheduler.state.phase is JobPhase.FAILED
+    is_over = scheduler.state.job.phase is JobPhase.FAILED
     assert is_over == (policy == "fail_fast")
 
 
@@ -491,6 +515,6 @@ def test_lives_that_come_and_go_for_ever_take_no_memory(drive, registration, mon
     for life in range(30):
         scheduler.register(100 + life, registration("2", incarnation=f"life {life}"))
         scheduler.feed(Disconnected(100 + life))
-    assert list(scheduler.state._job.candidates.attempts) == [
+    assert list(scheduler.state.job.candidates.attempts) == [
         f"life {life}" for life in range(20, 30)
     ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from graphsplit.cluster.scheduler.decisions import view
 from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
 from graphsplit.cluster.status.watchdog import Watchdog, stall_report, standing_still
 from graphsplit.cluster.wire.messages import Failed, Heartbeat, MeetingKind
@@ -282,7 +283,7 @@ def test_what_a_job_is_doing_is_told(drive, step):
     at = Location(step=step)
     scheduler.say(1, Heartbeat(41, "train step 4", location=at, training="epoch 1 of 2"))
     scheduler.now = 15.0
-    status = scheduler.state.status(scheduler.now)
+    status = view.status(scheduler.state.job, scheduler.now)
     assert (status.phase, status.generation, status.num_workers) == ("running", 1, 3)
     assert status.missing == []
     first, second, third = status.workers

@@ -180,7 +180,7 @@ class Injector:
                 self._here("REGISTERED")
             if isinstance(message, Arrive) and message.kind is MeetingKind.FINISH:
                 victim = self._fault.victim
-                worker = state._job.roster.get(event.node)
+                worker = state.job.roster.get(event.node)
                 if victim == "scheduler" or (worker and f"worker {worker.rank}" == victim):
                     self._here("AT FINISH")
             return effects

@@ -46,7 +46,7 @@ from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.randomness import process_generators, set_process_generators
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
-from graphsplit.settings import FAIL_FAST, recapture_every
+from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import named_tensors
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.metrics import Metric
@@ -210,7 +210,7 @@ class _Shared:
         transport = MemoryTransport(self.fabric, generation=1, policy=WaitPolicy())
         # Graphs that are shared are captured once. Of workers that capture, the last looks again.
         looks_again = self.captures is None and rank == self.num_workers - 1
-        every = recapture_every(os.environ) if looks_again else 0
+        every = int(os.environ.get("GS_RECAPTURE_EVERY", 0)) if looks_again else 0
         member = cast(Member, _Member(rank, self))
         return Job(member, transport, AbortSignal(), recapture_every=every)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphsplit.cluster.scheduler.admission import Admission
+from graphsplit.cluster.scheduler.decisions import view
 from graphsplit.cluster.scheduler.job.events import (
     Connected,
     Disconnected,
@@ -98,8 +99,8 @@ class Sessions:
         path = settings.recovery_path
         self._journal = Journal(Path(path) / JOURNAL_NAME) if path else None
         self._state = _first_state(_rules_of(settings), self._journal)
-        state = self._state
-        CONTEXT.source = lambda: {"job": state.job, "generation": state.generation}
+        job = self._state.job
+        CONTEXT.source = lambda: {"job": job.identity.job, "generation": job.generation.number}
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         for effect in self._state.open():
             self._carry_out(effect)
@@ -129,7 +130,7 @@ class Sessions:
 
     def status(self) -> JobStatus:
         """The status of the job at this moment."""
-        status = self._state.status(time.monotonic())
+        status = view.status(self._state.job, time.monotonic())
         return replace(status, num_refused=status.num_refused + self._admission.num_refused)
 
     async def _read(
@@ -226,4 +227,5 @@ class Sessions:
                 self.done.set_result(effect.status)
 
     def _send(self, node: int, message: SchedulerMessage) -> None:
-        self._outboxes.send(node, message, self._state.job, self._state.generation)
+        job = self._state.job
+        self._outboxes.send(node, message, job.identity.job, job.generation.number)

@@ -24,7 +24,6 @@ from graphsplit.cluster.scheduler.decisions import (
     joining,
     liveness,
     recovery,
-    view,
 )
 from graphsplit.cluster.scheduler.job.events import (
     Connected,
@@ -40,7 +39,6 @@ from graphsplit.cluster.scheduler.job.events import (
 from graphsplit.cluster.scheduler.job.image import JobImage
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
 from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
-from graphsplit.cluster.status.job_status import JobStatus
 from graphsplit.cluster.wire.messages import (
     Arrive,
     Failed,
@@ -55,10 +53,14 @@ from graphsplit.cluster.wire.messages import (
 
 
 class SchedulerState:
-    """The scheduler's state. Not thread-safe; one caller feeds it events in order."""
+    """The scheduler's state. Not thread-safe; one caller feeds it events in order.
+
+    Attributes:
+        job: All that it knows of the job.
+    """
 
     def __init__(self, rules: JobRules, identity: JobIdentity, now: float) -> None:
-        self._job = JobState(rules, identity, now)
+        self.job = JobState(rules, identity, now)
 
     @classmethod
     def restored(
@@ -66,45 +68,21 @@ class SchedulerState:
     ) -> SchedulerState:
         """The state that another scheduler wrote down; see ``durable.restored``."""
         state = cls.__new__(cls)
-        state._job = durable.restored(rules, image, now, following)
+        state.job = durable.restored(rules, image, now, following)
         return state
-
-    @property
-    def job(self) -> str:
-        """The job's id."""
-        return self._job.identity.job
-
-    @property
-    def phase(self) -> JobPhase:
-        """How far the job has come."""
-        return self._job.phase
-
-    @property
-    def generation(self) -> int:
-        """The generation that is planned or runs, or is to be formed next."""
-        return self._job.generation.number
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the scheduler may go: nobody is left to be told anything."""
-        return self._job.is_over
 
     @property
     def decides_at(self) -> float | None:
         """When it wants to see a tick, sooner than by itself: a cause is known then."""
-        return self._job.liveness.suspicion.due_at if self._job.is_healthy else None
-
-    def status(self, now: float) -> JobStatus:
-        """The job's status, for visitors."""
-        return view.status(self._job, now)
+        return self.job.liveness.suspicion.due_at if self.job.is_healthy else None
 
     def open(self) -> list[Effect]:
         """The effects that come before the first event."""
-        job = self._job
+        job = self.job
         job.effects = []
         if len(job.roster):
             job.log(
-                f"back from the journal: generation {self.generation}, {job.phase.value}",
+                f"back from the journal: generation {job.generation.number}, {job.phase.value}",
                 event="restored",
             )
             durable.persist(job)
@@ -112,7 +90,7 @@ class SchedulerState:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event in, and return what is to be done, in order."""
-        job = self._job
+        job = self.job
         job.effects = []
         job.now = now
         if job.is_over:
