@@ -167,6 +167,7 @@ class _Pass:
         return compare(self.plain[:least], [records[:least] for records in self.workers])
 
 
+@dataclass(frozen=True)
 class _Check:
     """One check.
 
@@ -177,17 +178,10 @@ class _Check:
         how: For ``supervise``: how long each run may take, and how its processes are started.
     """
 
-    def __init__(
-        self,
-        options: JobOptions,
-        environ: Mapping[str, str],
-        folder: Path,
-        how: Mapping[str, Any],
-    ) -> None:
-        self._options = options
-        self._environ = environ
-        self._folder = folder
-        self._how = how
+    _options: JobOptions
+    _environ: Mapping[str, str]
+    _folder: Path
+    _how: Mapping[str, Any]
 
     def run(self, steps: int, console: Console) -> Findings:
         """Run the script both ways, and once more where they differ."""

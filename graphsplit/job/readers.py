@@ -56,14 +56,12 @@ class Reading:
     """A loader that is read next.
 
     Attributes:
-        loader: The loader.
         parts: What it is made of, before it is read: an iterator that is used up holds nothing.
         ranks: The workers that may read it: they have read all that was read of its parts.
         is_tracked: Whether reading may change it in a way that only readers see.
         version: How often anything was noted before.
     """
 
-    loader: Any
     parts: tuple[Any, ...]
     ranks: frozenset[int]
     is_tracked: bool
@@ -95,7 +93,7 @@ class LoaderReaders:
             for outer, leader in self._leaders:
                 if not own.isdisjoint(map(id, outer.parts)):
                     ranks &= {leader}
-        return self.again(Reading(loader, parts, ranks, is_tracked, -1))
+        return self.again(Reading(parts, ranks, is_tracked, -1))
 
     @contextmanager
     def being_read(self, reading: Reading, leader: int) -> Iterator[None]:

@@ -62,7 +62,6 @@ class Recording:
         tensors: The state that it works on.
         plans: The number of the recording whose plans it shares: its own, or that of an earlier one
             with the same graph.
-        changed: The places that were not as they had been when it was made.
         num_checked: How many steps it was used for, where steps are recorded again now and then.
     """
 
@@ -75,7 +74,6 @@ class Recording:
     loss_fn: Any
     tensors: tuple[torch.Tensor, ...]
     plans: int = -1
-    changed: tuple[Failure, ...] = ()
     num_checked: int = 0
     _leaves: dict[str, list[Any] | None] = field(default_factory=dict)
     _numbers: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
@@ -134,6 +132,7 @@ def marks_of(parameters: Sequence[torch.Tensor]) -> tuple[Mark, ...]:
         return tuple(map(_marks, parameters))
 
 
+@dataclass(eq=False)
 class Recordings:
     """Makes recordings, and finds those that hold.
 
@@ -146,20 +145,14 @@ class Recordings:
         is_answer: Whether a place has the answer to what code asks of a tensor.
     """
 
-    def __init__(
-        self,
-        record: Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph],
-        task: Task,
-        trainable: Callable[[], tuple[nn.Parameter, ...]],
-        tensors: Callable[[], Mapping[str, torch.Tensor]],
-        swaps: Swaps,
-        is_answer: Callable[[Place], bool],
-    ) -> None:
-        self._record, self._is_answer = record, is_answer
-        self._task = task
-        self._trainable = trainable
-        self._tensors = tensors
-        self._swaps = swaps
+    _record: Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
+    _task: Task
+    _trainable: Callable[[], tuple[nn.Parameter, ...]]
+    _tensors: Callable[[], Mapping[str, torch.Tensor]]
+    _swaps: Swaps
+    _is_answer: Callable[[Place], bool]
+
+    def __post_init__(self) -> None:
         self._latest: list[Recording] = []  # the one that was used last comes first
         self._num_made = 0
         self._num_lifts: Counter[str] = Counter()
@@ -292,7 +285,6 @@ class Recordings:
             marks_of(parameters),
             self._task.loss_fn,
             tuple(self._tensors().values()),
-            changed=changed,
         )
         self._num_made += 1
         recording.plans = self._twin_of(recording)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from graphsplit.train.training import TrainingLoop
 from graphsplit.witness import What
 
 
+@dataclass(eq=False)
 class Calls:
     """Trains, evaluates and predicts; see the methods of ``Model``.
 
@@ -43,20 +45,12 @@ class Calls:
         script: Told when a training step is over.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        engine: Engine,
-        states: States,
-        metrics: Mapping[str, Metric],
-        script: Script,
-    ) -> None:
-        self._task = task
-        self._engine = engine
-        self._states = states
-        self._metrics = metrics
-        self._script = script
-        self._has_begun = False
+    _task: Task
+    _engine: Engine
+    _states: States
+    _metrics: Mapping[str, Metric]
+    _script: Script
+    _has_begun: bool = False
 
     def _begin(self) -> None:
         if not self._has_begun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -21,6 +21,7 @@ from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Trains over a loader, and calls callbacks.
 
@@ -32,21 +33,15 @@ class TrainingLoop:
         after_step: Called after every step, callbacks included; what it raises ends training.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        states: States,
-        context: RunContext,
-        callbacks: Sequence[Callback],
-        after_step: Callable[[], None],
-    ) -> None:
-        self._engine = engine
-        self._states = states
-        self._context = context
-        self._callbacks = callbacks
-        self._after_step = after_step
-        self._stopping = Stopping(callbacks, engine)
-        context.on_stop = self._stopping.ask
+    _engine: Engine
+    _states: States
+    _context: RunContext
+    _callbacks: Sequence[Callback]
+    _after_step: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._stopping = Stopping(self._callbacks, self._engine)
+        self._context.on_stop = self._stopping.ask
 
     def run(self, loader: Iterable[Any], *, resume: bool, steps: int | None = None) -> None:
         """Train; an epoch has at most ``steps``. See ``Epochs`` for ``resume``."""

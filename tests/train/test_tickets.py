@@ -290,7 +290,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         mode=Mode.TRAIN,
         leader=0,
         loader=[batch],
-        reading=Reading([batch], (), everybody, is_tracked=False, version=0),
+        reading=Reading((), everybody, is_tracked=False, version=0),
         rows=OwnRows([batch], mine, 1, has_loss_fn=True),
     )
     with pytest.raises(LoaderMismatchError) as caught:

@@ -82,17 +82,14 @@ def note_written_later(graph: Graph) -> None:
     for call in calls:
         later = [(n, written) for n, written in writes if position[n] > position[call]]
         if later:
-            noted = _Pairs(graph, call, memories, later).noted()
+            noted = _Pairs(call, memories, later).noted()
             call.meta[WRITTEN_LATER] = tuple(noted)
 
 
 class _Pairs:
     """The tensors of one call, and what is written after it."""
 
-    def __init__(
-        self, graph: Graph, call: Node, memories: Memories, later: list[tuple[Node, set[Node]]]
-    ) -> None:
-        self._graph = graph
+    def __init__(self, call: Node, memories: Memories, later: list[tuple[Node, set[Node]]]) -> None:
         self._call = call
         self._memories = memories
         self._later = later

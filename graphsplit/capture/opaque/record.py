@@ -29,8 +29,6 @@ from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import pytree
 from graphsplit.torch_ext.replaced import Patch, replaced
 
-_PLAIN = (type(None), bool, int, float, str)
-
 
 @dataclass(frozen=True)
 class OpaqueCode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -38,10 +38,10 @@ from graphsplit.runtime.step_state import Action, Gradient, StepState
 from graphsplit.torch_ext.attributes import OwnHooks
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
 
-NOTHING_EARLY: Mapping[Instruction, EarlyRun] = MappingProxyType({})
 _GIVING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT, Opcode.ACCUMULATE)
 
 
+@dataclass(eq=False)
 class BackwardBinder:
     """Binds a worker's backward instructions.
 
@@ -55,24 +55,17 @@ class BackwardBinder:
         early: What can run inside a backward, by the backward.
     """
 
-    def __init__(
-        self,
-        plan: PartitionPlan,
-        state: Mapping[int, torch.Tensor],
-        updater: Updater,
-        hook_state: Sequence[HookState] = (),
-        sums: PartSums | None = None,
-        overtaken: Container[Instruction] = (),
-        early: Mapping[Instruction, EarlyRun] = NOTHING_EARLY,
-    ) -> None:
-        self._overtaken, self._early = overtaken, early
-        names = {node: str(plan.placed.graph.nodes[node].target) for node in state}
-        self._kept = KeptValues({names[node]: tensor for node, tensor in state.items()})
-        self._plan = plan
-        self._state = state
-        self._updater = updater
-        self._hook_state = hook_state
-        self._sums = sums
+    _plan: PartitionPlan
+    _state: Mapping[int, torch.Tensor]
+    _updater: Updater
+    _hook_state: Sequence[HookState]
+    _sums: PartSums | None
+    _overtaken: Container[Instruction]
+    _early: Mapping[Instruction, EarlyRun]
+
+    def __post_init__(self) -> None:
+        nodes = self._plan.placed.graph.nodes
+        self._kept = KeptValues({str(nodes[n].target): t for n, t in self._state.items()})
         # For each segment whose backward runs in two parts: what the first part leaves.
         self.pending: dict[int, list[Pending]] = {}
 

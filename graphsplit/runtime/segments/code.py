@@ -36,12 +36,10 @@ class SegmentCode:
     Attributes:
         run: Takes the segment's values and leaves, in the order of ``SegmentIO``; returns the
             tuple of its outputs.
-        text: Its Python source, for people.
         node_at_line: Which node each line of the source runs, by file and line.
     """
 
     run: Callable[..., tuple[Any, ...]]
-    text: str
     node_at_line: dict[tuple[str, int], Node]
 
     def failing_node(self, error: BaseException) -> Node | None:
@@ -137,11 +135,9 @@ class _Builder:
         run = module.forward
         if compiler is not None and scope.lines:
             run = compiler(run, dynamic=self.captured.sizes is not None)
-        return SegmentCode(
-            run if self.regions <= {ORDINARY} else keeping_modes(run, self.devices),
-            module.code,
-            self.node_at_line,
-        )
+        is_ordinary = self.regions <= {ORDINARY}
+        kept = run if is_ordinary else keeping_modes(run, self.devices)
+        return SegmentCode(kept, self.node_at_line)
 
     def _groups(self) -> dict[int, RecomputedGroup]:
         groups = self.plan.recomputed.get(self.segment, ())
