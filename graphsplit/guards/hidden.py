@@ -57,7 +57,8 @@ OF_OBJECTS = frozenset(("__class__",))
 FIELDS = _OF_FUNCTIONS | OF_OBJECTS
 _FILES = (io.BytesIO, io.StringIO)
 _HASHES = tuple({type(make()) for make in (hashlib.sha256, hashlib.sha3_256, hashlib.blake2b)})
-TELLING = (*_FILES, SimpleQueue, *_HASHES)
+_LOCK = type(threading.Lock())
+TELLING = (*_FILES, SimpleQueue, *_HASHES, _LOCK)
 _WRITER = type(csv.writer(io.StringIO()))
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Packages whose objects keep what they were given in a dictionary of attributes. Those that draw
@@ -260,15 +261,17 @@ def _referent(value: Any) -> Any:
     return value() if isinstance(value, weakref.ReferenceType) else None
 
 
-def is_a_file(value: Any) -> bool:
-    """Whether an object is a file in memory, to which what it held can be written again."""
-    return isinstance(value, _FILES)
+def can_set(value: Any) -> bool:
+    """Whether an object of ``TELLING`` can be given a state that it told before."""
+    return isinstance(value, (*_FILES, _LOCK))
 
 
 def told_by(value: Any) -> Any:
     """The state of an object of ``TELLING``, as far as it tells."""
     if isinstance(value, _FILES):
         return MISSING if value.closed else (value.getvalue(), value.tell())
+    if isinstance(value, _LOCK):
+        return value.locked()
     return value.qsize() if isinstance(value, SimpleQueue) else value.digest()
 
 
@@ -286,8 +289,11 @@ class _Told:
         return self._last
 
     @state.setter
-    def state(self, told: Any) -> None:  # queues and hashes cannot be: a step that moves one is
-        if isinstance(self._value, _FILES) and told is not MISSING:  # refused
+    def state(self, told: Any) -> None:  # of queues and hashes: a step that moves one is refused
+        if isinstance(self._value, _LOCK):
+            if self._value.locked() != told:
+                self._value.acquire(blocking=False) if told else self._value.release()
+        elif isinstance(self._value, _FILES) and told is not MISSING:
             text, position = told
             self._value.seek(0)
             self._value.truncate()

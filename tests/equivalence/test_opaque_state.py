@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,6 @@ shared = {"calls": 0}
 own = torch.zeros(1)
 own_random = random.Random(1)
 own_generator = torch.Generator().manual_seed(1)
-numbers = itertools.count()
 
 
 def count(h: torch.Tensor) -> torch.Tensor:
@@ -375,13 +374,27 @@ def test_state_that_calls_on_copies_share_and_change_later_is_refused_then() -> 
         compare_on_copies(changes_late, reads_entry, 1)
 
 
-def takes_numbers(h: torch.Tensor) -> torch.Tensor:
-    return h * next(numbers)
+USED_UP: dict[str, Callable[[], Iterator[Any]]] = {
+    "a generator": lambda: (float(number) for number in range(100)),
+    "an index": lambda: iter([1.0, 2.0, 3.0]),
+    "pairs": lambda: (pairs := zip(map(abs, range(9)), itertools.cycle([1])), map(sum, pairs))[1],
+    "a remainder": lambda: filter(None, iter({1: 2, 3: 4, 5: 6}.values())),
+}
 
 
-def test_an_iterator_that_a_plan_would_use_up_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"takes items from an iterator, .*, numbers.*\n.*Fix: "):
-        compare(gs.opaque(takes_numbers))
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("kind", USED_UP)
+def test_an_iterator_that_a_plan_would_use_up_is_refused(kind: str, is_whole: bool) -> None:
+    numbers = USED_UP[kind]()
+
+    def takes_numbers(h: torch.Tensor) -> torch.Tensor:
+        return h * next(numbers)
+
+    match = (
+        r"takes items from an iterator, .*numbers.*\n.*Fix: " if is_whole else "an iterator that"
+    )
+    with pytest.raises(CaptureError, match=match):
+        compare(gs.opaque(takes_numbers) if is_whole else takes_numbers)
 
 
 class WithGenerator(nn.Module):

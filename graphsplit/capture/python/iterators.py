@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from graphsplit.capture.reach.contents import position_of
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.errors import CaptureError
@@ -23,7 +24,6 @@ from graphsplit.guards.hidden import TELLING, told_by
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import any_leaf
 
-_MAX_DEPTH = 3
 _OF_NUMPY = (np.random.BitGenerator, np.random.Generator, np.random.RandomState)
 
 
@@ -100,29 +100,10 @@ def _state_of(value: Any) -> Any:
         return told_by(value)
     if isinstance(value, GeneratorType):
         return inspect.getgeneratorstate(value)
-    return _position(value, _MAX_DEPTH)
+    return position_of(value)
 
 
 def _holder_of(generator: Any) -> Holder:
     if isinstance(generator, np.random.BitGenerator):
         generator = np.random.Generator(generator)
     return holders((generator,))[0][0]
-
-
-def _position(iterator: Any, depth: int) -> str | None:
-    """Where an iterator stands, as far as it tells."""
-    try:
-        if hasattr(iterator, "tell"):
-            return str(iterator.tell())
-        reduced = iterator.__reduce__()
-    except (TypeError, NotImplementedError, OSError):
-        return None
-    return repr([_shown(part, depth) for part in reduced])
-
-
-def _shown(part: Any, depth: int) -> Any:
-    if depth and isinstance(part, tuple):
-        return [_shown(item, depth - 1) for item in part]
-    if depth and isinstance(part, Iterator):
-        return _position(part, depth - 1)
-    return part if isinstance(part, (int, float, str, type(None))) else id(part)

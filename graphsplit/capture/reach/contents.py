@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import pickle
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,7 @@ from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.values import fill_set, keys_of, values_of
 
 MAX_COPIED = 1 << 24  # octets of an array
-_ITERATORS: tuple[type, ...] = (
-    *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
-    type(iter(range(0))),
-    type(reversed([])),
-    enumerate,
-    zip,
-    map,
-    filter,
-    types.GeneratorType,
-)
+_WITH_ITERATORS = frozenset(("builtins", "itertools", "_collections", "array"))  # of Python
 NOTHING: Any = object()  # in an empty cell, or a global that was deleted
 
 
@@ -96,18 +87,31 @@ def refill(value: Any, noted: Any) -> None:
 
 def is_iterator(value: Any) -> bool:
     """Whether this is an iterator of Python's own, or a generator."""
-    return isinstance(value, _ITERATORS) or type(value).__module__ == "itertools"
+    return type(value).__module__ in _WITH_ITERATORS and isinstance(value, Iterator)
 
 
-def position_of(iterator: Any) -> Any:
-    """The state that changes when an iterator is used, as far as that can be seen."""
+def position_of(iterator: Any) -> str | None:
+    """The state that changes when an iterator is used; None where it does not tell."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"
     try:
-        return repr(iterator.__reduce__())
-    except (TypeError, AttributeError):
+        if hasattr(iterator, "tell"):
+            return str(iterator.tell())
+        return repr(_told_in(iterator.__reduce__()))
+    except (TypeError, AttributeError, NotImplementedError, OSError):
         return None
+
+
+def _told_in(part: Any) -> Any:
+    """All that makes an iterator anew, with positions in place of those that it asks in turn."""
+    if isinstance(part, tuple):
+        return tuple(map(_told_in, part))
+    if is_iterator(part):
+        return position_of(part)
+    if isinstance(part, list):  # what is left, or all beside an index
+        return len(part)
+    return part if isinstance(part, (int, float, str, type(None))) else id(part)
 
 
 def refuse_large(name: str) -> None:

@@ -49,7 +49,7 @@ from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder, a
 from graphsplit.capture.reach.names import CodeNames, modules_in, names_in
 from graphsplit.guards.classes import slots_of
 from graphsplit.guards.code_facts import HUNG_THERE, is_hung
-from graphsplit.guards.hidden import FIELDS, TELLING, hidden_places, is_a_file, kept_fields, told_by
+from graphsplit.guards.hidden import FIELDS, TELLING, can_set, hidden_places, kept_fields, told_by
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import BY_VALUE, IN_C
 from graphsplit.torch_ext.attributes import (
@@ -86,6 +86,7 @@ _ALL = slice(None)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 # What another thread changes meanwhile is not put back: it would wait for ever.
 _OF_THREADS = frozenset(("threading", "concurrent", "asyncio", "multiprocessing", "subprocess"))
+_SHOWN = (threading.local, threading.Event, threading.Semaphore, *TELLING)  # but for these
 _HOOKING = frozenset(
     ("register_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
 )
@@ -407,11 +408,10 @@ class Walk:
 
     def _visit_hidden(self, value: Any, name: str) -> None:
         """Visit what the user keeps in an object of Python's own: a queue, a context variable."""
-        if str(type(value).__module__).partition(".")[0] in _OF_THREADS and not isinstance(
-            value, threading.local
-        ):
+        package = str(type(value).__module__).partition(".")[0]
+        if package in _OF_THREADS and not isinstance(value, _SHOWN):
             return
-        if isinstance(value, TELLING) and not is_a_file(value):  # other threads take and put, too
+        if isinstance(value, TELLING) and not can_set(value):  # others take and put, too
             if self.most is None:
                 self._hold(value, name, lambda: told_by(value), lambda s: refuse_used(name))
             return
