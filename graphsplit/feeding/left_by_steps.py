@@ -26,16 +26,14 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.checkpoint.generators import is_same, put_generator, state_of_generator
 from graphsplit.errors import ConfigurationError
-from graphsplit.feeding.left_kinds import unknown
+from graphsplit.feeding.left_kinds import Known, is_unknown
 from graphsplit.feeding.left_values import (
     SAME,
-    UNTOLD,
     Before,
-    Known,
     learned,
     learned_key,
     told,
-    told_key,
+    told_keys,
 )
 from graphsplit.guards.values import MISSING, Frozen, freeze, reference_of, same
 from graphsplit.job.control import ControlChannels
@@ -130,13 +128,14 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
             yield ["", state]
         return
     if holder.tensor is not None:
-        if holder.held() != was and (sent := told(holder.tensor.detach(), known)) is not UNTOLD:
+        sent = told(holder.tensor.detach(), known) if holder.held() != was else SAME
+        if sent is not SAME and not is_unknown(sent):
             yield ["", sent, True, False, False]
         return
     held, writes, made, is_copied = was
     old, now = dict(zip(held.keys, held.items, strict=True)), holder.entries()
     moved = _moved([key for key in old if key in now], [key for key in now if key in old])
-    for key, value in now.items():
+    for (key, value), name in zip(now.items(), told_keys(now, [*old], known), strict=True):
         if key not in old:
             is_new = True
         elif is_copied:
@@ -145,21 +144,15 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
             is_new = not before.is_as_before(old[key], value)
         if not is_new and key in made:
             is_new = not same(made[key], told(value, known))
-        name = told_key(key, known)
-        if name is UNTOLD:
-            continue
         if is_new or (key in writes and writes[key] != writes_of(value)):
-            sent = told(value, known, before)
+            sent = told(value, known, before, what=repr(key))
             is_filled = key in old and reference_of(old[key]) is value
-            if sent is UNTOLD:
-                yield [name, unknown(repr(key), value), False, is_filled, False]
-            else:
-                yield [name, sent, not is_new, is_filled, key in moved]
+            is_written = not (is_new or is_unknown(sent))
+            yield [name, sent, is_written, is_filled, key in moved]
         elif key in moved:
             yield [name, SAME, False, True, True]
-    for key in old.keys() - now.keys():
-        if (name := told_key(key, known)) is not UNTOLD:
-            yield [name]
+    gone = [key for key in old if key not in now]
+    yield from ([name] for name in told_keys(gone, [*old], known))
 
 
 def _moved(old: Sequence[Any], now: Sequence[Any]) -> frozenset[Any]:
@@ -175,8 +168,9 @@ def _take(
         put_generator(holder.generator, news[0][1])
         return
     entries = {"": holder.tensor} if holder.tensor is not None else holder.entries()
+    old = [*entries]
     for name, *value in news:
-        key = learned_key(name, known)
+        key = learned_key(name, known, old, where)
         if value:
             there = entries.get(key, MISSING)
             new = learned(value[0], there, where, known, before, is_filled=value[2])

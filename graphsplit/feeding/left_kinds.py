@@ -23,7 +23,7 @@ import string
 import typing
 import weakref
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import (
     BuiltinMethodType,
     MappingProxyType,
@@ -35,10 +35,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from graphsplit.capture.reach.contents import NOTHING
+from graphsplit.capture.reach.holders import Holder
+from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.errors import ConfigurationError
-from graphsplit.frames import warn_users
+from graphsplit.guards.classes import attributes_of
+from graphsplit.guards.values import any_leaf
 
 MARK, UNKNOWN = "\0left", "unknown"
 _LIBRARIES = {
@@ -70,6 +74,23 @@ OBJECTS: dict[str, Any] = {
         *(getattr(np.polynomial, name) for name in np.polynomial.__all__ if name[0].isupper()),
     )
 }
+
+
+# Classes from which users derive their own, in the order in which they are looked for.
+BASES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    frozenset,
+    list,
+    dict,
+    set,
+    collections.deque,
+)
 
 
 @functools.cache
@@ -191,16 +212,85 @@ def unknown(what: Any, value: Any) -> list[Any]:
     return [MARK, UNKNOWN, f"{what}, a {type(value).__name__}"]
 
 
-def warn_of_unknown(what: str, where: str) -> None:
-    """Warn of a value that cannot be sent.
+def is_unknown(sent: Any) -> bool:
+    """Whether this is such a message."""
+    return isinstance(sent, list) and sent[:2] == [MARK, UNKNOWN]
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object that is all in its attributes, and in what it holds."""
+    is_thing = not isinstance(value, (type, torch.Tensor, nn.Module))
+    kind = type(value)
+    is_users = not is_of_library(kind.__module__) or kind in OBJECTS.values()
+    is_users |= hasattr(kind, "_fields")  # a named tuple of a library's
+    is_own = isinstance(value, BASES) and kind not in BASES
+    return is_thing and is_users and (is_own or attributes_of(value) is not None)
+
+
+class Known:
+    """The objects that the code of one worker leads to, by names which all workers share.
 
     Args:
-        what: Where it is in its holder, and its class.
-        where: The holder, and the worker that has left it.
+        holders: Their state, by name.
+        home: The worker, in words.
+        here: This one.
+
+    Attributes:
+        apart: The keys of what holds state: containers among that count by themselves.
     """
-    warn_users(
-        f"code kept whole has left {what}, in {where}, which cannot be sent: this worker finds "
-        f"what was there before\n"
-        f"  Fix: keep numbers, texts, tensors, containers of them or objects of your own classes "
-        f"there; or read it on that worker alone."
-    )
+
+    def __init__(self, holders: Mapping[Any, Holder], home: str = "", here: str = "") -> None:
+        self._holders, self._home, self._here = holders, home, here
+        self._names = {id(one.of): name for name, one in holders.items()}
+        self.apart = frozenset(one.key for one in holders.values())
+
+    def name_of(self, value: Any) -> Any:
+        """The name of a value; None for one that has none."""
+        is_apart = value is None or isinstance(value, torch.Tensor)  # tensors are sent
+        return None if is_apart else self._names.get(id(value))
+
+    def is_made(self, frozen: Any) -> bool:
+        """Whether a snapshot holds an object that has no name: code has made it."""
+        return any_leaf(frozen, lambda leaf: is_plain_object(leaf) and self.name_of(leaf) is None)
+
+    def named(self, name: Any) -> Any:
+        """The object of this name; None where there is none."""
+        return self._holders[name].of if name in self._holders else None
+
+    def holder(self, name: Any) -> Holder:
+        """The holder of this name on this worker.
+
+        Raises:
+            ConfigurationError: Nothing has.
+        """
+        try:
+            return self._holders[name]
+        except KeyError:
+            raise self.unlike(name) from None
+
+    def unlike(self, name: Any) -> ConfigurationError:
+        """The error for what is not here as it is on the worker that has sent something."""
+        return ConfigurationError(
+            f"code kept whole on {self._home} has changed {name}, which it does "
+            f"not lead to on {self._here}\n"
+            f"  Fix: give the code the same objects on all workers."
+        )
+
+    def where(self, name: Any) -> str:
+        """The holder of this name, and the worker that has sent it, in words."""
+        return f"{self.holder(name).name}, on {self._home}"
+
+    def there(self, name: Any) -> Any:
+        """The object of this name on this worker.
+
+        Raises:
+            ConfigurationError: There is none, or nobody here has it any more.
+        """
+        value = self.holder(name).of
+        if value is None:
+            raise ConfigurationError(
+                f"code kept whole on {self._home} has left an object, {name}, which nobody holds "
+                f"any more on {self._here}\n"
+                f"  Fix: keep it in an attribute there, too, as long as the code may leave it."
+            )
+        return value

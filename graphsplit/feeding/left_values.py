@@ -10,36 +10,35 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphsplit.capture.reach.holders import Holder
-from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.capture.state.kept_value import KeptValue
-from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.left_kinds import (
+    BASES,
     MAKERS,
     MARK,
     OBJECTS,
-    UNKNOWN,
+    Known,
     in_library,
+    is_plain_object,
+    is_unknown,
     name_in_library,
     name_of_class,
     parts_of,
     unknown,
-    warn_of_unknown,
 )
+from graphsplit.feeding.left_there import LeftThere
 from graphsplit.guards.changes import snapshots_in
 from graphsplit.guards.classes import attributes_of, own_dictionary, put_attributes, slot_of
 from graphsplit.guards.values import (
     MISSING,
     MUTABLE,
     Frozen,
-    any_leaf,
     freeze,
     is_mapping,
     items_of,
@@ -55,86 +54,14 @@ from graphsplit.planning.python_values import can_be_written
 from graphsplit.tensor_meta import DTYPES
 from graphsplit.torch_ext.stand_ins import StandIn
 
-UNTOLD: Any = object()
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
 SAME = [MARK, "same"]  # stands for what is there
-_MAPPING, _MEMBER, _LIBRARY = "mapping", "member", "library"
+_MAPPING, _MEMBER, _LIBRARY, _NTH = "mapping", "member", "library", "nth"
 _NEW, _AGAIN = "new", "again"  # of what is new, and of what was sent before: two places hold it
-_SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque)}
-# Classes from which users derive their own, in the order in which they are looked for.
-_BASES = (bool, int, float, complex, str, bytes, tuple, frozenset, list, dict, set, deque)
-_IMMUTABLE = _BASES[:8]
+_SEQUENCES = {kind.__name__: kind for kind in (list, tuple, deque, set, frozenset)}
+_IMMUTABLE = BASES[:8]
 _USUAL = {kind.__new__ for kind in (object, list, dict, set, deque, *OBJECTS.values())}
 _DEEPEST = 5
-
-
-class Known:
-    """The objects that the code of one worker leads to, by names which all workers share.
-
-    Args:
-        holders: Their state, by name.
-        home: The worker, in words.
-        here: This one.
-
-    Attributes:
-        apart: The keys of what holds state: containers among that count by themselves.
-    """
-
-    def __init__(self, holders: Mapping[Any, Holder], home: str = "", here: str = "") -> None:
-        self._holders, self._home, self._here = holders, home, here
-        self._names = {id(one.of): name for name, one in holders.items()}
-        self.apart = frozenset(one.key for one in holders.values())
-
-    def name_of(self, value: Any) -> Any:
-        """The name of a value; None for one that has none."""
-        is_apart = value is None or isinstance(value, torch.Tensor)  # tensors are sent
-        return None if is_apart else self._names.get(id(value))
-
-    def is_made(self, frozen: Any) -> bool:
-        """Whether a snapshot holds an object that has no name: code has made it."""
-        return any_leaf(frozen, lambda leaf: _is_plain_object(leaf) and self.name_of(leaf) is None)
-
-    def named(self, name: Any) -> Any:
-        """The object of this name; None where there is none."""
-        return self._holders[name].of if name in self._holders else None
-
-    def holder(self, name: Any) -> Holder:
-        """The holder of this name on this worker.
-
-        Raises:
-            ConfigurationError: Nothing has.
-        """
-        try:
-            return self._holders[name]
-        except KeyError:
-            raise self.unlike(name) from None
-
-    def unlike(self, name: Any) -> ConfigurationError:
-        """The error for what is not here as it is on the worker that has sent something."""
-        return ConfigurationError(
-            f"code kept whole on {self._home} has changed {name}, which it does "
-            f"not lead to on {self._here}\n"
-            f"  Fix: give the code the same objects on all workers."
-        )
-
-    def where(self, name: Any) -> str:
-        """The holder of this name, and the worker that has sent it, in words."""
-        return f"{self.holder(name).name}, on {self._home}"
-
-    def there(self, name: Any) -> Any:
-        """The object of this name on this worker.
-
-        Raises:
-            ConfigurationError: There is none, or nobody here has it any more.
-        """
-        value = self.holder(name).of
-        if value is None:
-            raise ConfigurationError(
-                f"code kept whole on {self._home} has left an object, {name}, which nobody holds "
-                f"any more on {self._here}\n"
-                f"  Fix: keep it in an attribute there, too, as long as the code may leave it."
-            )
-        return value
 
 
 class Before:
@@ -159,7 +86,7 @@ class Before:
         }
         self._first: dict[int, tuple[list[Any], Frozen]] = {}  # where each stood first
         for (name, key), snapshots in self._snapshots.items():
-            if any(told(one.container, known) is UNTOLD for one in snapshots[:1]):
+            if any(is_unknown(told(one.container, known)) for one in snapshots[:1]):
                 continue  # others may have something else
             for number, one in enumerate(snapshots):
                 place = [name, key, number, type(one.container).__name__]
@@ -174,12 +101,6 @@ class Before:
         self._sent.append(value)
         self._numbers[id(value)] = len(self._sent) - 1
         return len(self._sent) - 1
-
-    def forget(self, first: int) -> None:
-        """Number nothing from there on: it is not sent after all."""
-        for value in self._sent[first:]:
-            del self._numbers[id(value)]
-        del self._sent[first:]
 
     def place_of(self, value: Any) -> list[Any] | None:
         """The place of a container; None for one that others may not have, and anything else."""
@@ -217,22 +138,14 @@ class Before:
                 else []
             )
             items = [*items_of(container)] if was.content is None else [thaw(freeze(container))]
-            first = len(self._sent)
             sent = [told(item, self._known, self) for item in items]
-            if any(one is UNTOLD for one in (*keys, *sent)):
-                self.forget(first)
-                found.append([place, [], unknown("something in it", container)])
-            else:
-                found.append([place, keys, sent])
+            found.append([place, keys, sent])
         return found
 
     def fill(self, news: Sequence[Sequence[Any]]) -> None:
         """Let them hold what ``news`` gave on another worker."""
         for place, keys, sent in news:
             was = self.at(*place)
-            if sent[:2] == [MARK, UNKNOWN]:
-                warn_of_unknown(sent[2], self._known.where(place[0]))
-                continue
             there = [*map(reference_of, was.items), *[MISSING] * len(sent)]
             where = self._known.where(place[0])
             items = [
@@ -254,8 +167,10 @@ class Before:
         return len(found) != len(old) or not all(map(self.is_as_before, old, found))
 
 
-def told(value: Any, known: Known, before: Before | None = None, depth: int = 0) -> Any:
-    """A value as it is sent; ``UNTOLD`` where it cannot be."""
+def told(
+    value: Any, known: Known, before: Before | None = None, depth: int = 0, what: str = "something"
+) -> Any:
+    """A value as it is sent, all or in parts; what cannot be is told by where it is, ``what``."""
     if (known_as := known.name_of(value)) is not None:
         return [MARK, _THERE, known_as]
     if before is not None and (place := before.place_of(value)) is not None:
@@ -266,7 +181,7 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
     if (known_as := known.name_of(kind)) is not None and isinstance(value, Enum):
         is_named = value.name in kind.__members__  # flags put together are their number
         return [MARK, _MEMBER, known_as, is_named, value.name if is_named else value.value]
-    instead = value if can_be_written(value) else UNTOLD
+    instead = value if can_be_written(value) else unknown(what, value)
     if instead is value and not _is_told_apart(value, known, before):
         if before is None or not isinstance(value, MUTABLE):
             return value
@@ -275,7 +190,7 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
     name: Any = kind.__name__
     if kind in (torch.Tensor, nn.Parameter) and value.is_cpu and value.dtype in DTYPES.values():
         if value.layout is not torch.strided:
-            return UNTOLD
+            return instead
         shape = [*value.shape] if value.requires_grad else None
         sent = value.detach() if shape is None else value.new_empty(())
         return [MARK, _TENSOR, sent, shape, before.add(value) if before is not None else 0]
@@ -287,7 +202,7 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
         keys, parts = [value.maxlen] if kind is deque else [], [*value]
     elif kind is dict:
         name, keys, parts = _MAPPING, [told_key(k, known) for k in value], [*value.values()]
-    elif _is_plain_object(value):
+    elif is_plain_object(value):
         attributes = _attributes_of(value)
         own = name_of_class(kind) if kind in OBJECTS.values() else kind.__qualname__
         name = [own if known_as is None else known_as]
@@ -296,27 +211,49 @@ def told(value: Any, known: Known, before: Before | None = None, depth: int = 0)
             keys, parts = [*keys, ""], [*parts, content]
     else:
         return instead
-    if depth == _DEEPEST or any(key is UNTOLD for key in keys):
+    if depth == _DEEPEST:
         return instead
     number = before.add(value) if before is not None else 0
-    sent = [told(part, known, before, depth + 1) for part in parts]
-    if not any(part is UNTOLD for part in sent):
-        return [MARK, name, keys, sent, number]
-    if before is not None:
-        before.forget(number)
-    return instead
+    inside = f"{what}, in a {kind.__name__}" if depth == 0 else what
+    sent = [told(part, known, before, depth + 1, inside) for part in parts]
+    return [MARK, name, keys, sent, number]
 
 
 def told_key(key: Any, known: Known) -> Any:
     """A key as it is sent: one that is an object is told by its name. See ``told``."""
     sent = key if can_be_written(key) and not isinstance(key, Enum) else told(key, known)
     is_made = isinstance(sent, list) and sent[1] not in (_THERE, _MEMBER, _LIBRARY, "tuple")
-    return UNTOLD if is_made else sent
+    return unknown("a key", key) if is_made or _has_unknown(sent) else sent
 
 
-def learned_key(sent: Any, known: Known) -> Any:
-    """The key that was sent."""
-    return learned(sent, None, "", known) if isinstance(sent, list) else sent
+def _has_unknown(sent: Any) -> bool:
+    is_one = isinstance(sent, (list, tuple))
+    return is_one and (is_unknown(sent) or any(map(_has_unknown, sent)))
+
+
+def told_keys(keys: Iterable[Any], old: Sequence[Any], known: Known) -> list[Any]:
+    """Keys of a holder as they are sent: one that was there, at least by its place among the old.
+
+    Args:
+        keys: The keys.
+        old: The keys before the step, in order, which are alike on all workers.
+        known: The objects that all workers have.
+    """
+    sent = [(key, told_key(key, known)) for key in keys]
+    places = {key: place for place, key in enumerate(old)} if any(map(_has_unknown, sent)) else {}
+    return [
+        [MARK, _NTH, places[key]] if is_unknown(one) and key in places else one for key, one in sent
+    ]
+
+
+def learned_key(sent: Any, known: Known, old: Sequence[Any] = (), where: str = "") -> Any:
+    """The key that was sent. See ``told_keys``."""
+    match sent:
+        case ["\0left", "nth", int(place)]:
+            return old[place]
+        case list():
+            return learned(sent, None, where, known)
+    return sent
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
@@ -326,7 +263,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 def _content_of(value: Any) -> Any:
     """The content of a value whose class is derived from one of Python's own, in one of these."""
-    base = next((base for base in _BASES if isinstance(value, base)), None)
+    base = next((base for base in BASES if isinstance(value, base)), None)
     if base is None:
         return None
     return dict(zip(keys_of(value), values_of(value), strict=True)) if base is dict else base(value)
@@ -345,15 +282,6 @@ def _is_told_apart(value: Any, known: Known, before: Before | None) -> bool:
         return any(known.name_of(one) is not None for one in containers)
     own = [one for one in containers if one is not value]
     return any(isinstance(one, MUTABLE) or before.place_of(one) is not None for one in own)
-
-
-def _is_plain_object(value: Any) -> bool:
-    is_thing = not isinstance(value, (type, torch.Tensor, nn.Module))
-    kind = type(value)
-    is_users = not is_of_library(kind.__module__) or kind in OBJECTS.values()
-    is_users |= hasattr(kind, "_fields")  # a named tuple of a library's
-    is_own = isinstance(value, _BASES) and kind not in _BASES
-    return is_thing and is_users and (is_own or attributes_of(value) is not None)
 
 
 def learned(
@@ -386,13 +314,14 @@ def learned(
         case ["\0left", "before", place] if before is not None:
             return before.at(*place).container
         case ["\0left", "again", number] if before is not None:
-            return before.arrived.get(number, there)  # one of an unknown class has not
+            if number not in before.arrived:  # it holds itself
+                before.arrived[number] = LeftThere("something that holds itself", where)
+            return before.arrived[number]
         case ["\0left", "member", kind, is_named, name]:
             found = known.there(kind)
             return found[name] if is_named else found(name)
         case ["\0left", "unknown", str(what)]:
-            warn_of_unknown(what, where)
-            return there
+            return there if type(there) is LeftThere else LeftThere(what, where)
         case ["\0left", "library", str(module), str(name)]:
             return in_library(module, name)
         case ["\0left", [name], list(keys), list(parts), number]:
@@ -400,6 +329,8 @@ def learned(
             content = learned(contents.pop("", None), None, where, known, before)
             kind = _class_of(name, there, known)
             made = _object(kind, content, there, is_filled=is_filled)
+            if made is None:
+                made = LeftThere(f"an object of {name}, which is not known here", where)
             if before is not None:
                 before.arrived[number] = made
             if type(made) is kind:
@@ -439,7 +370,7 @@ def _class_of(name: Any, there: Any, known: Known) -> type | None:
 
 
 def _object(kind: Any, content: Any, there: Any, *, is_filled: bool) -> Any:
-    """An object of a class, to be filled; what is there, where that class is not known here.
+    """An object of a class, to be filled; None where there is no way to make one.
 
     Args:
         kind: The class; None where it is not known.
@@ -448,14 +379,14 @@ def _object(kind: Any, content: Any, there: Any, *, is_filled: bool) -> Any:
         is_filled: Whether it is the object of before, with other contents.
     """
     if kind is not None and issubclass(kind, _IMMUTABLE):
-        base: Any = next(base for base in _BASES if issubclass(kind, base))
+        base: Any = next(base for base in BASES if issubclass(kind, base))
         return base.__new__(kind, content)
     if kind is type(there):
         made = there if is_filled else copy.copy(there)
     elif kind is not None and kind.__new__ in _USUAL:
         made = kind.__new__(kind)
     else:
-        return there
+        return None
     if isinstance(made, MUTABLE) and content is not None:
         items = content.values() if isinstance(content, dict) else content
         put_back(Frozen(made, tuple(items), tuple(content) if isinstance(content, dict) else ()))

@@ -21,7 +21,8 @@ from torch.nn.utils.prune import l1_unstructured
 import graphsplit as gs
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.errors import ConfigurationError, OwnershipError
-from graphsplit.feeding.left_values import Known, learned, told
+from graphsplit.feeding.left_kinds import Known
+from graphsplit.feeding.left_values import learned, told
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")

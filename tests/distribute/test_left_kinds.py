@@ -9,9 +9,11 @@ import copy
 import enum
 import math
 import re
+import threading
 import weakref
 from collections import ChainMap, Counter, OrderedDict, UserList, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -30,6 +32,7 @@ from recovery_helpers import threads_as_workers
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.errors import OwnershipError
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -234,9 +237,10 @@ class Unsendable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.left = nn.Linear(8, 4), None
+        self.inner, self.left, self.rows = nn.Linear(8, 4), None, list[Any]()
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.rows.append(self.left)
         self.left = re.match("a", "a")
         made: torch.Tensor = self.inner(values)
         return made
@@ -250,15 +254,120 @@ class Deleting(Unsendable):
         return made
 
 
-def test_a_warning_names_what_cannot_be_sent() -> None:
+# What the script does with a match that another worker has left.
+USES: dict[str, Callable[[Any], object]] = {
+    "an attribute": lambda left: left.pos,
+    "a method": lambda left: left.group(0),
+    "an item": lambda left: left[0],
+    "truth": bool,
+    "a comparison": lambda left: left == 1,
+    "text": str,
+    "its class": lambda left: isinstance(left, re.Match),
+    "an iterator": list,
+    "arithmetic": lambda left: 1 + left,
+    "a call": lambda left: left(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_cannot_be_sent_is_no_other_value(use: str) -> None:
     def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
-        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(Unsendable()))
-        placed(net, list(net), ranks)
-        distribute(net)(torch.randn(5, 6))
+        leaving = Unsendable()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(leaving))
+        net = distribute(placed(net, list(net), ranks))
+        for _ in range(2):
+            net(torch.randn(5, 6)).mean().backward()
+            yield [leaving.left is None, len(leaving.rows), copy.copy(leaving.rows) == leaving.rows]
+        with suppress(TypeError):  # of the match itself
+            USES[use](leaving.left)
         yield None
 
-    with pytest.warns(UserWarning, match=r"left 'left', a Match, in an attribute of Unsendable"):
+    with pytest.raises(
+        OwnershipError, match=r"left 'left', a Match, in an attribute of Unsendable"
+    ):
         assert_same_bits(loop, 2)
+
+
+class Held:
+    def __init__(self, n: int) -> None:
+        self.n, self.lock, self.match = n, threading.Lock(), [re.match("a", "a"), n]
+
+
+class InParts(nn.Module):
+    """Leaves values of which some parts cannot be sent, under keys that cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.n, self.held = nn.Linear(8, 4), 0, [Held(0)]
+        self.by_match: dict[Any, Any] = {re.match("a", "a"): 0, 1: 1}
+        self.names: dict[str, Any] = {}
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        first, *_ = self.by_match
+        self.by_match[first] = self.n
+        if self.n == 2:
+            self.by_match[re.match("b", "b")] = self.n
+        if self.n == 4:
+            del self.by_match[first]
+        self.held = [*self.held, Held(self.n)][-2:]
+        self.names = {"f": lambda: 1, "n": self.n}
+        made: torch.Tensor = self.inner(values)
+        return made
+
+
+def test_parts_that_can_be_sent_are() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        leaving = InParts()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(leaving))
+        optimizer = torch.optim.SGD(placed(net, list(net), ranks).parameters(), lr=0.01)
+        net = distribute(net)
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            yield [*leaving.by_match.values()]
+            yield [(one.n, one.match[1], len(one.match)) for one in leaving.held]
+            yield [leaving.names["n"], *leaving.names]
+
+    assert_same_bits(loop, 2)
+
+
+class Signalling(nn.Module):
+    """Turns a lock and an event on and off, counts with a semaphore, and holds another lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.held = nn.Linear(8, 4), threading.Lock()
+        self.lock, self.event, self.free = (
+            threading.Lock(),
+            threading.Event(),
+            threading.Semaphore(9),
+        )
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with self.held:
+            self.free.acquire()
+        if self.event.is_set():
+            self.event.clear()
+            self.lock.release()
+        else:
+            self.event.set()
+            self.lock.acquire()
+        made: torch.Tensor = self.inner(values)
+        return made
+
+
+def test_locks_events_and_semaphores_are_left_as_they_are() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        one = Signalling()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(one))
+        net = distribute(placed(net, list(net), ranks))
+        for _ in range(4):
+            net(torch.randn(5, 6)).square().mean().backward()
+            yield [one.lock.locked(), one.held.locked(), one.event.is_set(), one.free._value]
+
+    assert_same_bits(loop, 2)
 
 
 def test_an_attribute_that_is_deleted_is_gone_everywhere() -> None:
