@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from graphsplit.capture.operations.effects import written_arguments
+from graphsplit.capture.reach.contents import content_of
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.capture.rounds import Rounds
@@ -160,9 +161,7 @@ def reachable_values(function: Any, *, depth: int = 3) -> Iterator[Any]:
     else:
         defaults: tuple[Any, ...] = getattr(function, "__defaults__", None) or ()
         held = [getattr(function, "__self__", None), *defaults]
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # a cell that is still empty
-                held.append(cell.cell_contents)
+        held += map(content_of, getattr(function, "__closure__", None) or ())
     for value in held:
         yield value
         if depth and (callable(value) or isinstance(value, functools.partial)):

@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from torch.utils import data
 
+from graphsplit.guards.classes import attributes_of
+
 # Never changed by being read, or shared by what has nothing else in common.
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType,
@@ -224,8 +226,4 @@ def _inside(part: Any) -> Iterator[Any]:
         yield part.gi_yieldfrom
     elif type(part).__module__ in ("builtins", "itertools"):  # map, zip, islice, ...
         yield from gc.get_referents(part)
-    yield from vars(part).values() if hasattr(part, "__dict__") else ()
-    for kind in type(part).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(part, name, None)
+    yield from (attributes_of(part) or {}).values()

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.reach.contents import NOTHING, content_of
 from graphsplit.capture.reach.names import names_in
 from graphsplit.capture.reach.reach import is_of_library
+from graphsplit.guards.classes import attributes_of, own_dictionary
 from graphsplit.tensor_meta import octets_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -134,27 +136,18 @@ def _step_to(key: Any, names: Mapping[int, str]) -> str:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and _is_own(value):
-        seen = {n: one for n, one in attributes.items() if not n.startswith("_")}
-        yield from ((name, one) for name, one in seen.items() if not _is_own(one))
+    if not _is_own(value):
+        yield from (attributes_of(value) or {}).items()
         return
-    if isinstance(attributes, dict):
-        yield from attributes.items()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+    for name, one in (own_dictionary(value) or {}).items():
+        if not (name.startswith("_") or _is_own(one)):
+            yield name, one
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            yield f" {name}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    found = ((name, content_of(cell)) for name, cell in cells)
+    yield from ((f" {name}", one) for name, one in found if one is not NOTHING)
     yield from ((f" default {i}", v) for i, v in enumerate(function.__defaults__ or ()))
     yield from ((f" {name}", v) for name, v in (function.__kwdefaults__ or {}).items())
     yield from ((f".{name}", v) for name, v in vars(function).items())
