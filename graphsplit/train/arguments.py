@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ from graphsplit.settings import FAIL_FAST
 from graphsplit.text import described
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import as_metrics, can_count
+
+_KNOWN = {
+    "gradient_order": ("left", "pairs"),
+    "accumulate_by": ("batch", "microbatch"),
+    "reading": ("rows", "batches"),
+    "capture": ("auto",),
+    "unplaced": ("affinity", "worker0"),
+}
 
 
 def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -> list[str]:
@@ -210,28 +218,16 @@ class ModelArguments:
                 event="compiling",
                 level="warning",  # seen in one process, too
             )
-        metrics = as_metrics(self.metrics)
+        metrics, given = as_metrics(self.metrics), vars(self)
+        as_given = {one.name: given[one.name] for one in fields(Task) if one.name in given}
+        as_given["dynamic_dims"] = dict(self.dynamic_dims or {})
+        as_given["recompute"] = recomputed_paths(self.net, self.recompute)
         return Task(
-            self.net,
-            self.loss_fn,
-            self.optimizer,
-            self.unplaced,
+            network=self.net,
             with_loss=any(metric.needs_loss for metric in metrics.values()),
-            dynamic_dims=dict(self.dynamic_dims or {}),
             divider=Divider(self.microbatches, self.split, self.loss_weight),
-            clip=self.clip,
-            scaler=self.scaler,
-            set_to_none=self.set_to_none,
-            autocast=self.autocast,
-            accumulate=self.accumulate,
-            schedule=self.schedule,
             compiler=compiler_of(self.compile),
-            recompute=recomputed_paths(self.net, self.recompute),
-            keep_outputs=self.keep_outputs,
-            gradient_order=self.gradient_order,
-            gradient_dtype=self.gradient_dtype,
-            accumulate_by=self.accumulate_by,
-            reading=self.reading,
+            **as_given,
         )
 
     def _problems_of_what_runs(self) -> list[str]:
@@ -276,20 +272,12 @@ class ModelArguments:
                 f"keep_outputs=True in a job that runs with {job.recovery_policy}: a worker that "
                 f"comes back would not know the outputs of the steps before"
             )
-        if self.gradient_order not in ("left", "pairs"):
-            problems.append(f"gradient_order={self.gradient_order!r}; expected 'left' or 'pairs'")
         problems += self._problems_of_gradient_dtype()
-        if self.accumulate_by not in ("batch", "microbatch"):
-            problems.append(
-                f"accumulate_by={self.accumulate_by!r}; expected 'batch' or 'microbatch'"
-            )
-        if self.reading not in ("rows", "batches"):
-            problems.append(f"reading={self.reading!r}; expected 'rows' or 'batches'")
-        if self.capture != "auto":
-            problems.append(f"capture={self.capture!r}; expected 'auto'")
-        if self.unplaced not in ("affinity", "worker0"):
-            problems.append(f"unplaced={self.unplaced!r}; expected 'affinity' or 'worker0'")
-        return problems
+        return problems + [
+            f"{name}={value!r}; expected {' or '.join(map(repr, known))}"
+            for name, known in _KNOWN.items()
+            if (value := getattr(self, name)) not in known
+        ]
 
     def _problems_of_gradient_dtype(self) -> list[str]:
         dtype = self.gradient_dtype
