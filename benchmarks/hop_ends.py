@@ -26,7 +26,10 @@ from gloo_by_hand import GlooByHand
 from grpc.experimental import ChannelOptions
 
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport import ChannelSpec, Hub, Mode, WaitPolicy
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.endpoints import Mode
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
 
 Send = Callable[[torch.Tensor, int], None]
 Receive = Callable[[torch.Tensor, int], torch.Tensor]

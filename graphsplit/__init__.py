@@ -19,86 +19,45 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphsplit.version import __version__
+from graphsplit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from graphsplit import errors
-    from graphsplit.batches.microbatches import split_microbatches
-    from graphsplit.capture.opaque.marks import opaque
-    from graphsplit.checkpoint.disk.series import latest_checkpoint
-    from graphsplit.collectives.calls import (
-        all_gather,
-        all_reduce,
-        broadcast,
-        broadcast_object,
-        gather,
-        recv,
-        reduce,
-        scatter,
-        send,
-    )
-    from graphsplit.deferred.construction import deferred_init
-    from graphsplit.distribute.network import distribute
-    from graphsplit.job.joined import (
-        barrier,
-        finalize,
-        get_rank,
-        get_role,
-        get_world_size,
-        init,
-        is_initialized,
-    )
-    from graphsplit.launching.launch import launch, launcher
-    from graphsplit.marks.annotations import op, place
-    from graphsplit.marks.ignored import ignore
-    from graphsplit.marks.rules import apply_placement
-    from graphsplit.marks.wire import wire
-    from graphsplit.optimizers import clip
-    from graphsplit.optimizers.per_parameter import per_parameter
-    from graphsplit.recovery.loops.loop import loop
-    from graphsplit.runtime.randomness import microbatch_rng_state
-    from graphsplit.train import callbacks, metrics
-    from graphsplit.train.model import Model
-
-__all__ = [
-    "Model",
-    "__version__",
-    "all_gather",
-    "all_reduce",
-    "apply_placement",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "callbacks",
-    "clip",
-    "deferred_init",
-    "distribute",
-    "errors",
-    "finalize",
-    "gather",
-    "get_rank",
-    "get_role",
-    "get_world_size",
-    "ignore",
-    "init",
-    "is_initialized",
-    "latest_checkpoint",
-    "launch",
-    "launcher",
-    "loop",
-    "metrics",
-    "microbatch_rng_state",
-    "op",
-    "opaque",
-    "per_parameter",
-    "place",
-    "recv",
-    "reduce",
-    "scatter",
-    "send",
-    "split_microbatches",
-    "wire",
-]
+    from graphsplit import errors as errors
+    from graphsplit.batches.microbatches import split_microbatches as split_microbatches
+    from graphsplit.capture.opaque.marks import opaque as opaque
+    from graphsplit.checkpoint.disk.series import latest_checkpoint as latest_checkpoint
+    from graphsplit.collectives.calls import all_gather as all_gather
+    from graphsplit.collectives.calls import all_reduce as all_reduce
+    from graphsplit.collectives.calls import broadcast as broadcast
+    from graphsplit.collectives.calls import broadcast_object as broadcast_object
+    from graphsplit.collectives.calls import gather as gather
+    from graphsplit.collectives.calls import recv as recv
+    from graphsplit.collectives.calls import reduce as reduce
+    from graphsplit.collectives.calls import scatter as scatter
+    from graphsplit.collectives.calls import send as send
+    from graphsplit.deferred.construction import deferred_init as deferred_init
+    from graphsplit.distribute.network import distribute as distribute
+    from graphsplit.job.joined import barrier as barrier
+    from graphsplit.job.joined import finalize as finalize
+    from graphsplit.job.joined import get_rank as get_rank
+    from graphsplit.job.joined import get_role as get_role
+    from graphsplit.job.joined import get_world_size as get_world_size
+    from graphsplit.job.joined import init as init
+    from graphsplit.job.joined import is_initialized as is_initialized
+    from graphsplit.launching.launch import launch as launch
+    from graphsplit.launching.launch import launcher as launcher
+    from graphsplit.marks.annotations import op as op
+    from graphsplit.marks.annotations import place as place
+    from graphsplit.marks.ignored import ignore as ignore
+    from graphsplit.marks.rules import apply_placement as apply_placement
+    from graphsplit.marks.wire import wire as wire
+    from graphsplit.optimizers import clip as clip
+    from graphsplit.optimizers.per_parameter import per_parameter as per_parameter
+    from graphsplit.recovery.loops.loop import loop as loop
+    from graphsplit.runtime.randomness import microbatch_rng_state as microbatch_rng_state
+    from graphsplit.train import callbacks as callbacks
+    from graphsplit.train import metrics as metrics
+    from graphsplit.train.model import Model as Model
 
 
 # What other libraries call them.
@@ -154,12 +113,15 @@ _HOMES = {
     "split_microbatches": "batches.microbatches",
     "wire": "marks.wire",
 }
+_PUBLIC = sorted((*_HOMES, "__version__", "errors"))
+if not TYPE_CHECKING:  # whoever checks types reads the imports above
+    __all__ = _PUBLIC
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _PUBLIC:
         text = importlib.import_module("graphsplit.text")
-        raise text.no_attribute("module 'graphsplit'", name, __all__, _USUAL)
+        raise text.no_attribute("module 'graphsplit'", name, _PUBLIC, _USUAL)
     home = f"graphsplit.{_HOMES[name]}" if name in _HOMES else "graphsplit"
     module = importlib.import_module(home)
     if name not in vars(module):
@@ -169,7 +131,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return list(_PUBLIC)
 
 
 def _is_command_line() -> bool:

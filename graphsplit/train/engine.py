@@ -30,7 +30,7 @@ from graphsplit.planning.trainable import check_value
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.train.metrics import Metric, computed, need_batches
 from graphsplit.train.outputs import NOTHING, Beside
-from graphsplit.witness import Witness
+from graphsplit.witness.notes import Witness
 
 
 class Engine(StateHolder):

@@ -31,7 +31,7 @@ from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.steps import Calls, Steps, need_metrics, need_optimizer, stop_if_asked
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
-from graphsplit.witness import witness_for
+from graphsplit.witness.notes import witness_for
 
 _ASSIGNED = (
     "load_state_dict(assign=True) would put other parameters into the network than those that the "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphsplit.batches.microbatches import Division
+from graphsplit.check.record import What
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import ConfigurationError, EnoughSteps, StoppedInOrder
@@ -30,7 +31,6 @@ from graphsplit.train.engine import Engine
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import predicted_loader
 from graphsplit.train.training import TrainingLoop
-from graphsplit.witness import What
 
 
 @dataclass(eq=False)

@@ -26,11 +26,12 @@ from google.protobuf.message import DecodeError
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
 from graphsplit.failure import AbortSignal
-from graphsplit.transport import ChannelSpec, WaitPolicy
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder
 from graphsplit.transport.grpc.chunk import ChunkPart, read_chunk
 from graphsplit.transport.grpc.inbound import GrpcReceiver
 from graphsplit.transport.session import AbortWatch
+from graphsplit.transport.wait import WaitPolicy
 
 GENERATION = 3
 MESSAGE_BYTES, FIXED_BYTES = 24, 48

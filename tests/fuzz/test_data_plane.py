@@ -15,7 +15,7 @@ from session_fuzzer import DEADLINE_S, held, wait_released
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport import ChannelSpec, WaitPolicy
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
 from graphsplit.transport.grpc import listener as grpc_listener
 from graphsplit.transport.grpc import transport as grpc_transport
@@ -23,6 +23,7 @@ from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY
 from graphsplit.transport.grpc.listener import GrpcListener
 from graphsplit.transport.grpc.transport import GrpcTransport
 from graphsplit.transport.session import Session
+from graphsplit.transport.wait import WaitPolicy
 
 TOKENS = ("0" * 32, "1" * 32)
 SOURCE = Session("job", 1, 0, TOKENS)

@@ -10,7 +10,7 @@ import pytest
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.grpc_ports import ANY_PORT, first_metadata, free_ports
-from graphsplit.transport import Hub
+from graphsplit.transport.hub import Hub
 
 
 class Call:

@@ -18,7 +18,10 @@ import torch
 from matrix.network.namespaces import Hosts
 
 from graphsplit.security.protection import Protection
-from graphsplit.transport import ChannelSpec, Hub, WaitPolicy, wait
+from graphsplit.transport import wait
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
 
 PORT, ROUNDS, TRIED_S = 9999, 5, 30.0
 

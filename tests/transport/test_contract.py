@@ -17,7 +17,8 @@ from transport_helpers import DEADLINE_S, MakeWorkers, spec_of, start
 from graphsplit.errors import FrameError, JobFailedError, ReceiveTimeoutError, TransportError
 from graphsplit.failure import FailureCause
 from graphsplit.job.control import ControlChannels
-from graphsplit.transport import ChannelSpec, credit
+from graphsplit.transport import credit
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.dtypes import CODE_OF, carrier_of
 from graphsplit.transport.shm import region
 from graphsplit.transport.shm import transport as shm_transport

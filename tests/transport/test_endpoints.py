@@ -10,7 +10,9 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.protection import Protection
-from graphsplit.transport import Hub, WaitPolicy, choose
+from graphsplit.transport.endpoints import choose
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
 
 HERE = {"shm": "boot.1.0/one", "grpc": "127.0.0.1:1"}
 BESIDE = {"shm": "boot.1.0/two", "grpc": "127.0.0.1:2"}
@@ -140,7 +142,8 @@ def test_only_what_is_needed_is_offered() -> None:
 
 def test_grpc_is_not_imported_unless_it_is_used() -> None:
     script = (
-        "import sys; from graphsplit.transport import Hub, WaitPolicy\n"
+        "import sys; from graphsplit.transport.hub import Hub; "
+        "from graphsplit.transport.wait import WaitPolicy\n"
         "hub = Hub(bind_host='127.0.0.1', mode='shm'); peers = [hub.endpoints]\n"
         "hub.connect(rank=0, job='j', generation=1, peers=peers, policy=WaitPolicy()).close()\n"
         "sys.exit('grpc' in sys.modules)"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transport_helpers import spec_of
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport import ChannelSpec
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.dtypes import CODE_OF
 from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, header_bytes
 from graphsplit.transport.layout import layout_of, pack, payload_view, unpack

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
-from graphsplit.transport import ChannelSpec, WaitPolicy
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import MESSAGE, FrameEncoder, header_bytes
 from graphsplit.transport.grpc.chunk import (
     CHUNK_BYTES,
@@ -29,6 +29,7 @@ from graphsplit.transport.grpc.chunk import (
 )
 from graphsplit.transport.grpc.inbound import GrpcReceiver, Inbound
 from graphsplit.transport.session import AbortWatch
+from graphsplit.transport.wait import WaitPolicy
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 credits_ = st.builds(pb.Credit, plan=int64, edge=int64, messages=st.integers(0, 2**32 - 1))

@@ -17,7 +17,6 @@ from transport_helpers import DEADLINE_S, Workers, note_pulled, spec_of, start
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.handshake import PROOF_KEY, Recall
-from graphsplit.transport import WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
 from graphsplit.transport.grpc import pull
 from graphsplit.transport.grpc import transport as grpc_transport
@@ -29,6 +28,7 @@ from graphsplit.transport.grpc.outbound import Outbound
 from graphsplit.transport.grpc.pull import Puller
 from graphsplit.transport.grpc.transport import GrpcTransport
 from graphsplit.transport.session import Session
+from graphsplit.transport.wait import WaitPolicy
 
 TOKENS = ("0" * 32, "1" * 32)
 SOURCE, DESTINATION = Session("job", 1, 0, TOKENS), Session("job", 1, 1, TOKENS)

@@ -15,14 +15,16 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport import Hub, Receiver, WaitPolicy
+from graphsplit.transport.base import Receiver
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
 from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY, write_hello
 from graphsplit.transport.grpc.inbound import Inbound
 from graphsplit.transport.grpc.listener import GrpcListener
 from graphsplit.transport.grpc.outbound import COMPANION_BYTES
 from graphsplit.transport.grpc.transport import GrpcTransport
+from graphsplit.transport.hub import Hub
 from graphsplit.transport.session import Hello, Session
+from graphsplit.transport.wait import WaitPolicy
 
 TOKENS = ("0" * 32, "1" * 32)
 SOURCE = Session("job", 1, 0, TOKENS)

@@ -13,7 +13,7 @@ import torch
 from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
 from graphsplit.errors import TransportError
-from graphsplit.transport import ChannelSpec
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.shm import region
 from graphsplit.transport.shm.slots import LEND_BYTES, num_spare
 

@@ -16,12 +16,13 @@ import torch
 from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
 from graphsplit.errors import TransportError
-from graphsplit.transport import Hub, WaitPolicy
+from graphsplit.transport.hub import Hub
 from graphsplit.transport.session import Session
 from graphsplit.transport.shm.links import encode_hello, listen
 from graphsplit.transport.shm.region import SharedRegion, adopt_region, create_region
 from graphsplit.transport.shm.slots import LEND_BYTES
 from graphsplit.transport.shm.transport import SharedMemoryTransport, channel_bytes
+from graphsplit.transport.wait import WaitPolicy
 
 TOKENS = ("0" * 32, "1" * 32)
 SESSION = Session("job", 1, 1, TOKENS)
@@ -177,7 +178,9 @@ def test_memory_that_is_never_used_is_never_taken() -> None:
 
 CHILD = """
 import json, os, sys, torch
-from graphsplit.transport import ChannelSpec, Hub, WaitPolicy
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
 
 hub = Hub(bind_host="127.0.0.1", mode="shm")
 print(json.dumps(hub.endpoints), flush=True)

@@ -16,9 +16,11 @@ from transport_helpers import DEADLINE_S, spec_of, start
 from graphsplit.errors import TransportError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.security.grpc_ports import keepalive
-from graphsplit.transport import Hub, Transport, WaitPolicy
+from graphsplit.transport.base import Transport
 from graphsplit.transport.grpc import outbound
 from graphsplit.transport.grpc.stream_end import Patience, end_of, is_silence
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
 
 _CAUSE = FailureCause("lost", "the network was cut")
 SILENCE_S = 1.0

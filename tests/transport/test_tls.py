@@ -20,12 +20,13 @@ from graphsplit.errors import ConfigurationError, TransportError
 from graphsplit.security.grpc_ports import open_channel
 from graphsplit.security.handshake import PROOF_KEY
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport.grpc import transport as grpc_transport
 from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY, PULL
 from graphsplit.transport.grpc.listener import GrpcListener
 from graphsplit.transport.grpc.transport import GrpcTransport
+from graphsplit.transport.hub import Hub
 from graphsplit.transport.session import Session
+from graphsplit.transport.wait import WaitPolicy
 
 SPEC = spec_of(shape=(None,), max_bytes=8 << 20)
 TOKENS = ("0" * 32, "1" * 32)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
+from graphsplit.transport.hub import Hub
 from graphsplit.transport.torch.link import TorchLink
 from graphsplit.transport.torch.rendezvous import Rendezvous
 from graphsplit.transport.torch.transport import TorchTransport
@@ -31,6 +31,7 @@ from graphsplit.transport.torch.wire import (
     WireRecord,
 )
 from graphsplit.transport.torch.writer import Writer
+from graphsplit.transport.wait import WaitPolicy
 
 SPEC = spec_of(depth=1)
 

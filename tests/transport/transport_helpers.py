@@ -12,8 +12,10 @@ import torch
 from simulated.memory import MemoryFabric, MemoryTransport
 
 from graphsplit.failure import AbortSignal
-from graphsplit.transport import ChannelSpec, Hub, Receiver, Sender, Transport, WaitPolicy
+from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.grpc.pull import Puller
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
