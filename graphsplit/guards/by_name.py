@@ -59,8 +59,8 @@ class AskedByName:
 
         def of_globals() -> dict[str, Any]:
             self._ask(held, None, True)
-            for text in sys._getframe(1).f_code.co_consts:  # globals().get("BETA", 0.5)
-                if isinstance(text, str) and text.isidentifier() and text not in held:
+            for text in _texts():  # globals().get("BETA", 0.5)
+                if text not in held:
                     self._ask(held, text, True)
             return held
 
@@ -68,6 +68,8 @@ class AskedByName:
             if not one:
                 return sys._getframe(1).f_locals
             self._tell(one[0], None, is_read=True)
+            for text in _texts() if isinstance(one[0], ModuleType) else ():
+                self._tell(one[0], text, is_read=True)
             return original(*one)
 
         def of_one(one: Any, asked: str, *rest: Any) -> Any:
@@ -79,3 +81,9 @@ class AskedByName:
     def _tell(self, one: Any, name: str | None, *, is_read: bool) -> None:
         if isinstance(one, (ModuleType, type, FunctionType)):
             self._ask(one, name, is_read)
+
+
+def _texts() -> list[str]:
+    """The texts in the code that has called a function which asks for this: names, perhaps."""
+    texts = (one for one in sys._getframe(2).f_code.co_consts if isinstance(one, str))
+    return [text for text in texts if text.isidentifier()]

@@ -23,8 +23,9 @@ from torch import nn
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_own, is_users, where_defined
 from graphsplit.guards.classes import is_watchable, is_watchable_module
+from graphsplit.guards.hidden import presence_of
 from graphsplit.guards.places import Place, PlaceKind, entry, named_place
-from graphsplit.guards.values import CONTAINERS
+from graphsplit.guards.values import CONTAINERS, MISSING
 
 _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _STORES_GLOBAL = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME"))
@@ -216,7 +217,8 @@ def _functions_in(module: Any, items: Iterable[Item]) -> Iterator[Place]:
         if _is_function(value) or isinstance(value, HUNG_THERE):
             yield entry(vars(module), item.key, f"{module.__name__}.{item.key}")
         elif item.then is not None:
-            yield from _functions_in(value, (item.then,))
+            inner = module if item.key == "__dict__" else value
+            yield from _functions_in(inner, (item.then,))
 
 
 def is_hung(value: Any) -> bool:
@@ -226,6 +228,32 @@ def is_hung(value: Any) -> bool:
     """
     kind = value if isinstance(value, type) else type(value)
     return (isinstance(value, CONTAINERS) and value is not sys.modules) or is_watchable(kind)
+
+
+def places_asked(holder: Any, name: str | None, label: str) -> Iterator[Place]:
+    """The places of what a module, a class, a function or all globals are asked for.
+
+    Args:
+        holder: Who is asked; of globals, their dictionary.
+        name: The name, which was computed; None: all that it has may be read.
+        label: The holder, for people.
+    """
+    holders = [holder]
+    if isinstance(holder, type):
+        holders = [kind for kind in holder.__mro__ if is_watchable(kind)]
+    elif isinstance(holder, ModuleType):
+        label = holder.__name__
+        if not is_watchable_module(holder):
+            value = vars(holder).get(name or "", MISSING)
+            holders = [holder] * (is_hung(value) or isinstance(value, HUNG_THERE))
+            if name is not None and value is MISSING:
+                yield presence_of(vars(holder), name, label)
+    for one in holders:
+        held = one if isinstance(one, dict) else vars(one)
+        for asked in list(held) if name is None else [name]:
+            is_module = name is None and isinstance(held[asked], ModuleType)
+            if not is_module and not (asked.startswith("__") and asked.endswith("__")):
+                yield named_place(one, asked, f"{getattr(one, '__qualname__', label)}.{asked}")
 
 
 def hung_on(holder: Any, items: Iterable[Item]) -> Iterator[tuple[Place, tuple[Item, ...] | None]]:

@@ -9,17 +9,21 @@ file in memory, a SimpleQueue and a hash have no attributes: they are asked for 
 from __future__ import annotations
 
 import abc
+import collections.abc
 import csv
+import ctypes
 import decimal
 import gc
 import hashlib
 import io
+import locale
 import logging
+import numbers
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from itertools import pairwise
@@ -42,7 +46,15 @@ from torch import nn
 from graphsplit.frames import is_users
 from graphsplit.guards.classes import is_watchable, own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, entry, itself
-from graphsplit.guards.values import CONTAINERS, MISSING, SYMBOLIC, shown
+from graphsplit.guards.values import (
+    BUFFERS,
+    CONTAINERS,
+    IN_C,
+    MISSING,
+    SYMBOLIC,
+    items_of,
+    shown,
+)
 
 _EMPTY: dict[Any, Any] = {}
 _dump: Any = vars(abc)["_get_dump"]  # the only way to ask a class what is registered with it
@@ -60,6 +72,7 @@ _HASHES = tuple({type(make()) for make in (hashlib.sha256, hashlib.sha3_256, has
 _LOCK = type(threading.Lock())
 TELLING = (*_FILES, SimpleQueue, *_HASHES, _LOCK)
 _WRITER = type(csv.writer(io.StringIO()))
+_POINTER: Any = ctypes.POINTER(ctypes.c_int).__base__
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Packages whose objects keep what they were given in a dictionary of attributes. Those that draw
 # random numbers are looked at when they do; annotations hold nothing.
@@ -151,18 +164,45 @@ class _Answer:
         self._put(answer)
 
 
-def setting_places(names: Set[str]) -> Iterator[Place]:
+def setting_places(names: Set[str], imports: Iterable[str] = ()) -> Iterator[Place]:
     """Settings of Python, NumPy and torch that only functions tell, where code names one of these.
+
+    Also which modules there are, and which classes Python's own abstract ones know.
 
     Args:
         names: What code asks for.
+        imports: The modules that it may ask for.
     """
+    for name in sorted(names & _ABSTRACT.keys()):
+        yield _answer_of(_ABSTRACT[name], _registered, f"the classes registered with {name}")
+    for name in sorted(set(imports)) if "modules" in names else ():
+        yield presence_of(sys.modules, name, "sys.modules")
     for label, (asked, ask, put) in _SETTINGS.items():
         if not names.isdisjoint(asked):
             answer = _settings.setdefault(label, _Answer(ask, put))
             yield Place(PlaceKind.FIELD, answer, "now", label)
 
 
+def presence_of(held: dict[str, Any], name: str, label: str) -> Place:
+    """Whether something is there under a name.
+
+    Args:
+        held: The table of a module, or of all modules.
+        name: The name.
+        label: The table, for people.
+    """
+    label = f"{name!r} in {label}"
+    answer = _settings.setdefault(label, _Answer(lambda: name in held))
+    return Place(PlaceKind.FIELD, answer, "now", label)
+
+
+_ABSTRACT: dict[str, Any] = {
+    name: kind
+    for library in (collections.abc, numbers)
+    for name, kind in vars(library).items()
+    if isinstance(kind, abc.ABCMeta)
+}
+_LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "log", "isEnabledFor")
 _SHOWING = ("str", "repr", "print", "format", "array2string", "array_repr", "array_str")
 _SETTINGS: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], object]]] = {
     "sys.getrecursionlimit()": (
@@ -174,6 +214,16 @@ _SETTINGS: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], o
         ("getswitchinterval", "setswitchinterval"),
         sys.getswitchinterval,
         sys.setswitchinterval,
+    ),
+    "logging.root.manager.disable": (
+        (*_LOGGING, "disable"),
+        lambda: logging.root.manager.disable,
+        logging.disable,
+    ),
+    "the locale": (
+        ("getlocale", "setlocale", "localeconv", "strftime", "atof", "format_string", "strxfrm"),
+        lambda: locale.setlocale(locale.LC_ALL),
+        lambda found: locale.setlocale(locale.LC_ALL, found),
     ),
     "gc.get_threshold()": (
         ("get_threshold", "set_threshold"),
@@ -227,6 +277,23 @@ def kept_fields(value: Any, names: Set[str]) -> Iterator[Place]:
     for name in sorted(n for n in found if hasattr(value, n)):
         of = getattr(value, "__qualname__", type(value).__name__)
         yield Place(PlaceKind.FIELD, value, name, f"{name} of {of}")
+
+
+def held_in(container: Any) -> list[Any]:
+    """The values that a container holds; of ``ctypes``, what its pointers lead to."""
+    if not isinstance(container, BUFFERS):
+        return list(items_of(container))
+    if isinstance(container, np.ndarray):
+        return container.ravel().tolist() if container.dtype.hasobject else []
+    return list(_pointed_to(container)) if isinstance(container, IN_C) else []
+
+
+def _pointed_to(value: Any) -> Iterator[Any]:
+    if isinstance(value, ctypes.Structure):
+        for name, *_ in getattr(value, "_fields_", ()):
+            yield from _pointed_to(getattr(value, name))
+    elif isinstance(value, _POINTER) and value:
+        yield value.contents
 
 
 def hidden_values(value: Any) -> Iterator[Any]:

@@ -44,9 +44,16 @@ from graphsplit.guards.classes import (
     slot_of,
     tracing,
 )
-from graphsplit.guards.code_facts import CodeFacts, Item, facts_of, hung_on, is_hung, is_put_there
+from graphsplit.guards.code_facts import (
+    CodeFacts,
+    Item,
+    facts_of,
+    hung_on,
+    is_put_there,
+    places_asked,
+)
 from graphsplit.guards.hidden import OF_OBJECTS, cached_results, names_place, setting_places
-from graphsplit.guards.places import Place, PlaceKind, entry, named_place
+from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of, with_leaves
 from graphsplit.guards.visitor import WITHOUT_VALUES, Noted, ValueVisitor, is_torchs
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS, is_of_user
@@ -269,7 +276,7 @@ class ReadRecorder(ValueVisitor):
         self._note_imports(facts, held)
         if "__class__" in facts.attributes:
             self.ask_classes()
-        for place in setting_places(facts.attributes | facts.globals_read.keys()):
+        for place in setting_places(facts.attributes | facts.globals_read.keys(), facts.imports):
             self.note(place)
         is_past = "object" in facts.globals_read and "__setattr__" in facts.attributes
         if not self.passes_by and (is_past or not _PASSING_BY.isdisjoint(facts.attributes)):
@@ -308,22 +315,10 @@ class ReadRecorder(ValueVisitor):
         """A module, a class, a function or all globals are asked for a name that was computed."""
         if self._is_off or self._is_paused():
             return
-        holders, label = [holder], self._label_of(holder)
-        if isinstance(holder, type):
-            holders = [kind for kind in holder.__mro__ if is_watchable(kind)]
-        elif isinstance(holder, ModuleType):
-            is_one = is_watchable_module(holder) or is_hung(vars(holder).get(name or ""))
-            holders, label = [holder] * is_one, holder.__name__
-        for one in holders:
-            held = one if isinstance(one, dict) else vars(one)
-            for asked in list(held) if name is None else [name]:
-                is_module = name is None and isinstance(held[asked], ModuleType)
-                if not is_module and not (asked.startswith("__") and asked.endswith("__")):
-                    where = getattr(one, "__qualname__", label)
-                    place = named_place(one, asked, f"{where}.{asked}")
-                    self.note(place, is_read=is_read)
-                    if name is not None or isinstance(place.read(), CONTAINERS):
-                        self.meet(place.read(), place.label)
+        for place in places_asked(holder, name, self._label_of(holder)):
+            self.note(place, is_read=is_read)
+            if name is not None or isinstance(place.read(), CONTAINERS):
+                self.meet(place.read(), place.label)
 
     def _note_globals(self, held: dict[str, Any], facts: CodeFacts, code: CodeType) -> None:
         where = short_path(code.co_filename)

@@ -13,7 +13,6 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +32,13 @@ from graphsplit.guards.classes import (
     slots_of,
 )
 from graphsplit.guards.code_facts import Item, facts_of
-from graphsplit.guards.hidden import class_places, hidden_places, hidden_values, weak_place
+from graphsplit.guards.hidden import (
+    class_places,
+    held_in,
+    hidden_places,
+    hidden_values,
+    weak_place,
+)
 from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself, named_place
 from graphsplit.guards.values import (
     BUFFERS,
@@ -45,7 +50,6 @@ from graphsplit.guards.values import (
     any_leaf,
     freeze,
     is_mapping,
-    items_of,
     with_leaves,
 )
 from graphsplit.torch_ext.attributes import (
@@ -289,21 +293,18 @@ class ValueVisitor:
 
     def _meet_items(self, value: Any, label: str) -> None:
         is_array = isinstance(value, BUFFERS)
-        if is_array and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            return
-        for item in value.ravel().tolist() if is_array else list(items_of(value)):
-            if is_array and isinstance(item, CONTAINERS):  # of which the array shows no items
+        for item in held_in(value):
+            if is_array and isinstance(item, CONTAINERS):  # which shows none of them
                 self.note(itself(item, f"{label}[…]"))
             self.meet(item, f"{label}[…]")
         if not is_array and type(value) not in CONTAINERS:
             self._meet_object(value, label)
 
     def _meet_object(self, value: Any, label: str) -> None:
-        for name in ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget"):
-            if isinstance(value, _CALLABLES):
-                inner = getattr(value, name, None)
-                if inner is not None and not isinstance(inner, ModuleType):
-                    self.meet(inner, label)
+        parts = ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget")
+        for name in parts if isinstance(value, _CALLABLES) else ():
+            if not isinstance(inner := getattr(value, name, None), ModuleType):
+                self.meet(inner, label)
         if isinstance(value, functools.partial):
             place = Place(PlaceKind.FIELD, value, "keywords", f"keywords of {label}")
             self.note(place)
@@ -311,8 +312,7 @@ class ValueVisitor:
         for place in hidden_places(value, label):
             self.note(place)
             self.meet(place.read(), place.label)
-        weak = weak_place(value, label)
-        if weak is not None:
+        if (weak := weak_place(value, label)) is not None:
             self.note(weak)
         for inner in hidden_values(value):
             if weak is not None:

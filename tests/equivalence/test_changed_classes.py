@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import ctypes
 import gc
+import locale
+import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Sized
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,7 +145,44 @@ def _set(step: int) -> None:
     torch.autograd.set_detect_anomaly(step == 3)
 
 
+class _Pointing(ctypes.Structure):
+    _fields_ = (("rate", ctypes.POINTER(ctypes.c_double)),)
+
+
+class _Counted:
+    """Becomes one of those that have a length."""
+
+
+RATE = ctypes.c_double()
+POINTER, POINTING, COUNTED = ctypes.pointer(RATE), _Pointing(ctypes.pointer(RATE)), _Counted()
+LOGGER = logging.getLogger("graphsplit.tests.changed")
+
+
+def _name(step: int) -> None:
+    RATE.value = 1.0 + step
+    library.gs_number = float(step)
+    if step == 2:
+        library.gs_late, sys.modules["gs_late"] = 2.0, ModuleType("gs_late")
+        Sized.register(_Counted)
+    elif step == 4:
+        vars(library).pop("gs_late", None)
+        sys.modules.pop("gs_late", None)
+    logging.disable(logging.CRITICAL if step % 2 else logging.NOTSET)
+    locale.setlocale(locale.LC_ALL, "C" if step % 2 else "C.UTF-8")
+
+
 CASES |= {
+    "number by name": (_name, lambda: 1.0 + getattr(library, "gs_number")),  # noqa: B009
+    "number in a table": (_name, lambda: 1.0 + vars(library)["gs_number"]),
+    "number in its dictionary": (_name, lambda: 1.0 + library.__dict__["gs_number"]),
+    "number that comes later": (_name, lambda: getattr(library, "gs_late", 1.0)),
+    "asked for later": (_name, lambda: library.gs_late if hasattr(library, "gs_late") else 3.0),
+    "module": (_name, lambda: 2.0 if "gs_late" in sys.modules else 1.0),
+    "known to a library": (_name, lambda: 2.0 if isinstance(COUNTED, Sized) else 1.0),
+    "logging": (_name, lambda: 2.0 if LOGGER.isEnabledFor(logging.ERROR) else 1.0),
+    "locale": (_name, lambda: float(len(locale.setlocale(locale.LC_ALL)))),
+    "pointer": (_name, lambda: POINTER.contents.value),
+    "pointer in a structure": (_name, lambda: POINTING.rate[0]),
     "recursion": (_set, lambda: sys.getrecursionlimit() - 2999.0),
     "collector": (_set, lambda: gc.get_threshold()[0] - 699.0),
     "printing": (_set, lambda: float(len(str(np.array([1 / 3]))))),
@@ -155,8 +195,11 @@ CASES |= {
 @pytest.fixture(autouse=True)
 def _set_back() -> Iterator[None]:
     before = sys.getrecursionlimit(), gc.get_threshold(), torch.is_anomaly_enabled()
+    of_locale = locale.setlocale(locale.LC_ALL)
     with np.printoptions(), np.errstate():
         yield
+    logging.disable(logging.NOTSET)
+    locale.setlocale(locale.LC_ALL, of_locale)
     sys.setrecursionlimit(before[0])
     gc.set_threshold(*before[1])
     torch.autograd.set_detect_anomaly(before[2])
