@@ -23,7 +23,7 @@ from graphsplit.distribute.copies import make_copies
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.values import LoopValue, as_value
 from graphsplit.distribute.workers.asking import exchange
-from graphsplit.distribute.workers.loop import Loop, empty_as, shape_of
+from graphsplit.distribute.workers.loop import Loop, shape_of
 from graphsplit.distribute.workers.twins import Twin, is_shared
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.frames import is_users
@@ -204,8 +204,8 @@ class Entries(defaultdict[Any, Any]):
         dtype, shape, strides = form
         if self._is_here(parameter):
             return self._value(parameter, key, self.here[parameter][key])
-        shape = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device="meta")
-        return self._value(parameter, key, empty_as(shape, shape.stride()))
+        elsewhere = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device="meta")
+        return self._value(parameter, key, elsewhere)
 
     def _value(self, parameter: Any, key: Any, inner: torch.Tensor) -> LoopValue:
         known = in_loop(parameter)

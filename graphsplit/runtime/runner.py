@@ -230,10 +230,7 @@ class ProgramRunner:
         return state
 
     def run_forward(
-        self,
-        step: int,
-        inputs: Sequence[Sequence[torch.Tensor | None]],
-        numbers: Mapping[str, Any] = NO_NUMBERS,
+        self, step: int, inputs: Sequence[Sequence[torch.Tensor | None]], numbers: Mapping[str, Any]
     ) -> StepState:
         """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
         state = self._begin(step, inputs, numbers)

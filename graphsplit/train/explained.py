@@ -74,11 +74,7 @@ class Explainer:
         self._engine = engine
 
     def explain(
-        self,
-        batch: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        detail: Detail,
-        links: Links | None = None,
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], detail: Detail, links: Links | None
     ) -> str:
         """See ``Model.explain``."""
         if detail not in ("modules", "operations", "state"):

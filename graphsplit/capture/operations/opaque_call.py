@@ -150,9 +150,7 @@ class OpaqueCall:
     def __str__(self) -> str:
         return self.label
 
-    def within(
-        self, limits: Limits | None, watched: Iterable[tuple[Holder, str]] = ()
-    ) -> OpaqueCall:
+    def within(self, limits: Limits | None, watched: Iterable[tuple[Holder, str]]) -> OpaqueCall:
         """The same call, free to return and to change all but what this forbids."""
         known = self.label, self.text, self._run, self.traits, self.source, self.reached
         return OpaqueCall(*known, limits, tuple(watched))

@@ -72,9 +72,7 @@ class Agent:
         kept: Open files that every worker gets.
     """
 
-    def __init__(
-        self, orders: int, answers: int, address: str = "", kept: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, orders: int, answers: int, address: str, kept: tuple[int, ...]) -> None:
         self._orders, self._answers = orders, answers
         self._own_address, self._kept = address, kept
         self._cutter = frames.Cutter()

@@ -212,12 +212,10 @@ def _first_line(text: str) -> str:
 
 def bounded(cause: FailureCause) -> FailureCause:
     """The cause cut to what one message may hold; both ends of a long traceback are kept."""
-    return FailureCause(
-        kind=cause.kind,
+    return replace(
+        cause,
         message=cut_middle(encodable(cause.message), limits.MAX_MESSAGE_CHARS),
-        rank=cause.rank,
         host=cut_end(encodable(cause.host), limits.MAX_HOST_CHARS),
-        pid=cause.pid,
         position=cut_end(encodable(cause.position), limits.MAX_POSITION_CHARS),
         traceback=cut_middle(encodable(cause.traceback), limits.MAX_TRACEBACK_CHARS),
         location=bounded_location(cause.location),

@@ -192,11 +192,7 @@ class PartSums:
         return found
 
     def put_back(
-        self,
-        found: Sequence[Mapping[str, Any]],
-        named: Mapping[str, torch.Tensor],
-        *,
-        is_own: bool = False,
+        self, found: Sequence[Mapping[str, Any]], named: Mapping[str, torch.Tensor], *, is_own: bool
     ) -> None:
         """Go on with what ``kept`` gave.
 
