@@ -60,15 +60,11 @@ def teller(log: Callable[[str], None] | None) -> LogLine:
     return tell
 
 
-def _nothing() -> Mapping[str, Any]:
-    return {}
-
-
 class Context:
     """The fields that every line of this process carries: job, generation, rank, step."""
 
     def __init__(self) -> None:
-        self.source: Callable[[], Mapping[str, Any]] = _nothing
+        self.source: Callable[[], Mapping[str, Any]] = dict
 
     def fields(self) -> dict[str, Any]:
         """The fields of a line that is logged now; None where one is not known."""

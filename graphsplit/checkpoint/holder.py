@@ -12,7 +12,7 @@ from graphsplit.runtime.segments.part_sums import PartSums
 
 
 class StateHolder(ABC):
-    """Holds the state that is saved and loaded: in this process, or on all workers.
+    """Holds the state that is saved and loaded: in this process, unless a subclass says otherwise.
 
     Attributes:
         progress: Training steps so far, and the seed that microbatches' random numbers follow from.
@@ -24,21 +24,21 @@ class StateHolder(ABC):
     sums: PartSums
     loader_rank: int = 0
 
-    @abstractmethod
     def group(self) -> WorkerGroup:
         """All workers."""
+        return WorkerGroup()
 
-    @abstractmethod
     def owners(self) -> Mapping[str, int]:
         """The owner of every parameter and buffer that has one: of all after the first plan."""
+        return {}
 
-    @abstractmethod
     def when_settled(self, what: str, action: Callable[[], None]) -> None:
         """Do something as soon as owners are fixed; replaces what waits under the same name."""
+        action()
 
-    @abstractmethod
     def when_planned(self, action: Callable[[], None]) -> None:
         """Do something, which may be collective, once there is a plan; replaces what waits so."""
+        action()
 
     @abstractmethod
     def settle_now(self) -> None:

@@ -20,7 +20,6 @@ from graphsplit.batches.signature import (
 )
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.job.group import WorkerGroup
 from graphsplit.marks.annotations import check_blocks
 from graphsplit.optimizers.own_step import by_the_model, note_used
 from graphsplit.planning.modes import begin_training, ensure_training, evaluating
@@ -306,22 +305,6 @@ class EagerEngine(Engine):
         """Predict each batch, as it is read."""
         has_loss_fn = self._task.loss_fn is not None
         return [self.predict(inputs_of(batch, has_loss_fn=has_loss_fn)) for batch in loader]
-
-    def group(self) -> WorkerGroup:
-        """This process alone."""
-        return WorkerGroup()
-
-    def owners(self) -> Mapping[str, int]:
-        """Everything is here."""
-        return {}
-
-    def when_settled(self, what: str, action: Callable[[], None]) -> None:
-        """Do it now."""
-        action()
-
-    def when_planned(self, action: Callable[[], None]) -> None:
-        """Do it now."""
-        action()
 
     def settle_now(self) -> None:
         """Nothing waits."""
