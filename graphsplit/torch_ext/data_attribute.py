@@ -28,6 +28,7 @@ _ATTRIBUTE: Any = torch.Tensor.data
 
 _GRADIENT: Any = torch.Tensor.grad
 _HISTORY: Any = torch.Tensor.grad_fn
+_IS_LEAF: Any = torch.Tensor.is_leaf
 _VERSION: Any = getattr(torch.Tensor, WRITES)
 
 
@@ -154,6 +155,45 @@ class _Node:
         found = getattr(self._node, name)
         if name == "next_functions":
             return tuple((node and _Node(node), number) for node, number in found)
+        return found
+
+
+class OfOperands(TorchCalls):
+    """Refuses what code kept whole asks of tensors that it is given, which come as they are.
+
+    A value that another worker has made is a leaf without history, written to never before.
+
+    Args:
+        operands: The tensors.
+
+    Attributes:
+        reads_gradients: Whether it reads the gradient of a parameter.
+    """
+
+    def __init__(self, operands: Iterable[Any]) -> None:
+        super().__init__()
+        self._operands = set(map(id, operands))
+        self.reads_gradients = False
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of torch, or refuse to."""
+        found = function(*args, **kwargs)
+        if function == _GRADIENT.__get__:
+            self.reads_gradients |= args[0].is_leaf and _is_asked_by_user()
+        is_lost = (function == _HISTORY.__get__ and found is not None) or (
+            function == _IS_LEAF.__get__ and not found
+        )
+        is_asked = is_lost or function == _VERSION.__get__
+        if is_asked and id(args[0]) in self._operands and _is_asked_by_user():
+            raise CaptureError(
+                f"code that is kept whole asks how a value that it is given was made (grad_fn, "
+                f"is_leaf) or how often it was written to ({WRITES}); it may come from another "
+                f"worker\n"
+                f"  {users_line_now()}\n"
+                f"  Fix: ask for requires_grad, or hand in what counts as an argument."
+            )
         return found
 
 

@@ -13,7 +13,7 @@ from simulated.equivalence import assert_same_bits
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import StepFailedError
+from graphsplit.errors import CaptureError, StepFailedError
 
 Use = Callable[["Net", torch.Tensor], torch.Tensor]
 
@@ -267,3 +267,56 @@ class Differentiates(nn.Module):
 
 def test_a_leaf_made_inside_is_no_lost_parameter() -> None:
     compare(Differentiates, plainly, APART, num=2)
+
+
+class Asking(nn.Module):
+    """Asks tensors for more than their values, between a layer of each worker."""
+
+    def __init__(self, ask: Callable[[Any, torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 4), gs.opaque(Asked(ask))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.inner(torch.tanh(self.first(x))))
+
+
+class Asked(nn.Module):
+    def __init__(self, ask: Callable[[Any, torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(4, 4), ask
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.layer(h) * (2.0 if self.ask(self.layer, h) else 1.0))
+
+
+def _train_asking(ask: Callable[[Any, torch.Tensor], bool], microbatches: int) -> None:
+    assert_same_bits(
+        lambda: Asking(ask),
+        batches_of(8, 3),
+        num_workers=2,
+        place=lambda net: (net.first.place("MS_WORKER", 0), net.inner.place("MS_WORKER", 1)),
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_call_finds_the_gradients_of_the_microbatches_before(microbatches: int) -> None:
+    """Several were under way at once, without a word."""
+    _train_asking(lambda layer, h: layer.weight.grad is not None, microbatches)
+    _train_asking(lambda layer, h: layer.weight.is_leaf and layer(h).grad_fn is not None, 1)
+
+
+ASKING: dict[str, Callable[[Any, torch.Tensor], bool]] = {
+    "is_leaf": lambda layer, h: h.is_leaf,
+    "grad_fn": lambda layer, h: h.grad_fn is None,
+    "version": lambda layer, h: layer.weight._version > 1,
+}
+
+
+@pytest.mark.parametrize("asked", ASKING)
+def test_a_call_that_asks_where_a_value_comes_from_is_refused(asked: str) -> None:
+    with pytest.raises(CaptureError, match=r"asks how a value(.|\n)*test_opaque_returns.py:\d"):
+        _train_asking(ASKING[asked], 1)

@@ -25,6 +25,7 @@ from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
+from graphsplit.torch_ext.data_attribute import OfOperands
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import pytree
 from graphsplit.torch_ext.replaced import Patch, replaced
@@ -230,9 +231,10 @@ class OpaqueRecorder:
                 roots = (*roots, function)
             apart = whole.forward or ()
             with self.not_recording(), reached.leaving_no_trace(roots, backward, apart):
-                with unrecorded(observer):
+                with unrecorded(observer), OfOperands(operands) as asked:
                     result = function(*args, **kwargs)
                 after = Arguments.of(args, kwargs)[0]
+            reached.reads_gradients |= asked.reads_gradients
             reached.note_changed(observer.drawn_from)
             return _Run(result, observer, after, reached, guessed=answer is not None)
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
+from graphsplit.capture.graph import NodeKind
 from graphsplit.capture.operations.opaque_call import ONE_STATE, OpaqueCall
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.state import Reached
@@ -31,6 +32,9 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
         PlacementError: Names both lines, and the state.
     """
     calls = opaque_calls(plan)
+    for position, call in calls if plan.placed.graph.has_gradients else ():
+        if call.reached.reads_gradients:
+            _refuse_gradients(plan, position, call)
     for (first, one), (second, two) in itertools.combinations_with_replacement(calls, 2):
         for key in _shared(plan, first, one.reached, second, two.reached):
             holder = one.reached.holders[key]
@@ -38,6 +42,23 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
             is_own = holder.is_generator and key not in OF_THE_PROCESS
             if holder.decides and (changes or is_own) and not _travels(plan, key):
                 raise _refusal(plan, holder, one, two)
+
+
+def _refuse_gradients(plan: PartitionPlan, position: int, call: OpaqueCall) -> None:
+    """Refuse a call that reads gradients of parameters, but would not find them."""
+    graph, workers = plan.placed.graph, plan.placed.workers
+    read = [at for at in graph.nodes[position].reads if graph.nodes[at].kind is NodeKind.PARAMETER]
+    is_elsewhere = any(workers[at] != workers[position] for at in read)
+    if is_elsewhere or plan.is_microbatched:
+        how = "on another worker" if is_elsewhere else "in several microbatches at once"
+        error = PlacementError(
+            f"{call.label} reads gradients of parameters (grad), but it runs {how}\n"
+            f"  {call.source}\n"
+            f"  Fix: place it where its parameters are; or read gradients between steps, and keep "
+            f"what counts in an attribute."
+        )
+        error.may_do_in_turn = not is_elsewhere
+        raise error
 
 
 def shared_elsewhere(
