@@ -14,16 +14,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.when_joined import on_joined
 from graphsplit.marks.annotations import install as install_place
-from graphsplit.settings import SCHEDULER_ROLE
+from graphsplit.settings import FAIL_FAST, SCHEDULER_ROLE, ClusterSettings
 
 if TYPE_CHECKING:
     from graphsplit.job.job import Job
 
 
 def _install_recovery(job: Job) -> None:
-    from graphsplit.recovery.install import install
+    """When a job recovers, its script does."""
+    from graphsplit.recovery.script import RecoveringScript
+    from graphsplit.recovery.settings import SnapshotSettings
 
-    install(job)
+    settings = ClusterSettings.from_environ(os.environ)
+    if settings is not None and job.recovery_policy != FAIL_FAST:
+        job.script = RecoveringScript(job, SnapshotSettings.of(settings))
 
 
 def _refuse_to_train(*_: Any) -> NoReturn:

@@ -13,5 +13,4 @@ From what knows least to what knows most:
 - ``kinds``: what is remembered of each kind of call.
 - ``snapshots``: taken, brought away, agreed on, and put back.
 - ``script``: the calls of a script that can be taken back.
-- ``install``: when a job recovers, its script does.
 """

@@ -38,7 +38,7 @@ _NEEDED = (
     "torch.export",
     "graphsplit.api",
     "graphsplit.train.model",
-    "graphsplit.recovery.install",
+    "graphsplit.recovery.script",
     "graphsplit.capture.export",
     "graphsplit.torch_ext.exporting",
     "graphsplit.transport.grpc.transport",
