@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.reach.holders import Holder, unchanged
-from graphsplit.distribute.calls import Call, steps_behind
+from graphsplit.distribute.calls import Call
 from graphsplit.distribute.following.casts import casting_dtype
 from graphsplit.distribute.following.forms import Following
 from graphsplit.distribute.methods import need_whole_gradient
@@ -31,6 +31,7 @@ from graphsplit.torch_ext.attributes import (
     GRADIENT_HOOKS,
     MODULES,
     sequence_number,
+    steps_behind,
 )
 from graphsplit.torch_ext.private import run_backward
 
@@ -194,7 +195,7 @@ class _Wanted:
 
     @cached_property
     def _steps(self) -> list[Any]:
-        steps = [step for output in self.outputs for step in steps_behind(output.held)]
+        steps = [step for output in self.outputs for step in steps_behind([output.held])]
         return list(dict.fromkeys(steps))
 
     def _used(self, calls: Sequence[Call]) -> dict[int, frozenset[int]]:

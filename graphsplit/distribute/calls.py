@@ -307,14 +307,3 @@ class _Called(Function):
 
 
 _called: Callable[..., tuple[torch.Tensor, ...]] = _Called.apply
-
-
-def steps_behind(value: torch.Tensor) -> Iterator[Any]:
-    """The steps of the script's autograd graph behind a value; the same on all workers."""
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions]

@@ -8,7 +8,7 @@ reads a name inside torch's own modules stands in :mod:`graphsplit.torch_ext.pri
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar
@@ -135,6 +135,17 @@ def sequence_number(step: torch.autograd.graph.Node) -> int:
     """The place of an autograd step among those of its thread; backward takes later ones first."""
     number: int = step._sequence_nr()
     return number
+
+
+def steps_behind(values: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """The steps of autograd's graph behind the tensors among values, as far as some ends."""
+    waiting, seen = [one.grad_fn for one in values if isinstance(one, torch.Tensor)], set()
+    while waiting:
+        step: Any = waiting.pop()
+        if step is not None and step not in seen and step not in ends:
+            seen.add(step)
+            yield step
+            waiting += [following for following, _ in step.next_functions]
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

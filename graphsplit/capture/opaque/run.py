@@ -20,6 +20,7 @@ from graphsplit.capture.observe import Pretence
 from graphsplit.capture.operations.opaque_call import OpaqueCallError
 from graphsplit.capture.structure import take_apart
 from graphsplit.guards.values import SYMBOLIC
+from graphsplit.torch_ext.attributes import steps_behind
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
 
@@ -173,13 +174,8 @@ class Runnable:
             for o in operands
             if isinstance(o, torch.Tensor) and o.requires_grad
         }
-        waiting = [o.grad_fn for o in outputs if o.grad_fn is not None]
-        seen = {*waiting, *ends}
-        while waiting:
-            function = waiting.pop()
-            if function in ends:
-                continue
-            variable = getattr(function, "variable", None)
+        for step in steps_behind(outputs, ends):
+            variable = getattr(step, "variable", None)
             is_outside = isinstance(variable, nn.Parameter) or id(variable) in self.outside
             if isinstance(variable, torch.Tensor) and is_outside:
                 raise OpaqueCallError(
@@ -187,10 +183,6 @@ class Runnable:
                     f"not seen when the network was captured; its gradient would be lost\n"
                     f"  Fix: use gs.opaque on the module that holds it, or pass it as an argument."
                 )
-            for following, _ in function.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from graphsplit.capture.operations.known_answers import KnownAnswers
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import opaque_call, operands_at
 from graphsplit.capture.operations.regions import in_region, region_of
-from graphsplit.torch_ext.attributes import operator_schema, schema_of
+from graphsplit.torch_ext.attributes import operator_schema, schema_of, steps_behind
 from graphsplit.torch_ext.fakes import formed_like, on_fakes
 from graphsplit.torch_ext.private import OpOverload, has_kernel, pytree
 
@@ -148,18 +148,8 @@ def _repeated(results: list[Any], shadows: Mapping[Node, Any]) -> frozenset[Node
         if isinstance(shadow, torch.Tensor) and shadow.requires_grad:
             ends[torch.autograd.graph.get_gradient_edge(shadow).node] = operand
     arrivals: Counter[Node] = Counter()
-    waiting = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        function = waiting.pop()
-        if function in ends:
-            continue
-        for following, _ in function.next_functions:
-            if following is None:
-                continue
-            if following in ends:
-                arrivals[ends[following]] += 1
-            elif following not in seen:
-                seen.add(following)
-                waiting.append(following)
+    for step in steps_behind(results, ends):
+        arrivals.update(
+            ends[following] for following, _ in step.next_functions if following in ends
+        )
     return frozenset(operand for operand, count in arrivals.items() if count > 1)
