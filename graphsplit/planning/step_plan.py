@@ -119,6 +119,7 @@ class StepPhase(NamedTuple):
         inputs: For each of its microbatches the graph's inputs, None where they are not here.
         weights: What the losses are multiplied by; empty where the batch is whole.
         mark: Brings back what its microbatches find; None where that is as it was.
+        is_last: Whether no other plan of the step has microbatches behind them.
     """
 
     planned: ReadyPlan
@@ -126,11 +127,13 @@ class StepPhase(NamedTuple):
     inputs: Sequence[Sequence[Any]]
     weights: Sequence[float]
     mark: Callable[[], None] | None = None
+    is_last: bool = True
 
     def microbatches(self, progress: TrainingProgress) -> Microbatches:
         """The microbatches' weights, and the random state in which each begins."""
         start = self.start
-        return Microbatches(self.weights, lambda m: progress.rng_state(start + m), start)
+        state_of = progress.rng_state
+        return Microbatches(self.weights, lambda m: state_of(start + m), start, self.is_last)
 
     @contextmanager
     def drawing(self, progress: TrainingProgress) -> Iterator[None]:
@@ -210,12 +213,13 @@ class PlannedStep(NamedTuple):
             plan, count = self.plans[0], self.sizes[0]
             inputs = _inputs(plan, count, division, slice(0, count))
             return [StepPhase(plan, 0, inputs, ())]
-        start, found = 0, []
+        start, found = 0, list[StepPhase]()
         marks = self.marks or (None,) * len(self.plans)
         for plan, size, mark in zip(self.plans, self.sizes, marks, strict=True):
             part = slice(start, start + size)
             inputs = _inputs(plan, size, division, part)
-            found.append(StepPhase(plan, start, inputs, self.weights[part], mark))
+            is_last = len(found) == len(self.plans) - 1
+            found.append(StepPhase(plan, start, inputs, self.weights[part], mark, is_last))
             start += size
         return found
 

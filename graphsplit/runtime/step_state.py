@@ -19,11 +19,13 @@ class Microbatches:
         weights: What the loss of each is multiplied by.
         rng_state: Gives the state in which the generator of each starts.
         start: The number of the first of them in its batch.
+        are_last: Whether no others of the batch come behind them, whose plans have been made.
     """
 
     weights: Sequence[float]
     rng_state: Callable[[int], torch.Tensor]
     start: int = 0
+    are_last: bool = True
 
 
 @dataclass

@@ -6,6 +6,7 @@ import collections
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -680,6 +681,42 @@ def test_what_a_call_changes_later_is_not_read_outside_of_it(where: str, microba
             loss_fn=rows_against_target,
             microbatches=microbatches,
             before_step=change,
+        )
+
+
+class CountsBackwards(CountsLate):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.late.backwards += 1
+        return gradient * 2, None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_a_backward_changes_is_not_read_by_the_microbatches_behind_it(
+    microbatches: int, accumulate: int
+) -> None:
+    """They run one after the other, and have been recorded together."""
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.late = nn.Linear(4, 4), nn.Linear(4, 4), Late()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = CountsBackwards.apply(self.first(x), self.late)  # type: ignore[no-untyped-call]
+            return self.last(h * (1 + 0.1 * self.late.backwards))
+
+    match = r"(?s)CountsBackwards.apply changes .*is read outside.*state.py.*Fix: "
+    with nullcontext() if microbatches == 1 else pytest.raises(StepFailedError, match=match):
+        assert_same_bits(
+            Outside,
+            batches_of(8, 4, num=4),
+            num_workers=2,
+            place=lambda net: net.last.place("MS_WORKER", 1),
+            loss_fn=rows_against_target,
+            microbatches=microbatches,
+            accumulate=accumulate,
         )
 
 

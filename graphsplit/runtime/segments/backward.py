@@ -288,10 +288,12 @@ def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
     ]
 
     def run_watching(state: StepState) -> None:
+        own = state.microbatches
         with ExitStack() as stack:
             for call, held in watched:
                 stack.enter_context(leaves_state(f"backward of {call.label}", call.source, held))
-                if plan.is_microbatched:  # in one process the next microbatch finds it changed
+                if plan.is_microbatched or not (own is None or own.are_last):
+                    # In one process the next microbatch finds it changed.
                     stack.enter_context(leaving_what_is_read(call))
             stack.enter_context(drawing_nothing([call for call, _ in watched]))
             run(state)
