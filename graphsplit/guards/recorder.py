@@ -63,6 +63,7 @@ from graphsplit.torch_ext.private import FakeTensor
 _MAX_FRAMES_OF_TORCH = 8
 _BUILTINS = frozenset(vars(builtins))
 _PASSING_BY = {"__getattribute__", "__get__", "getattr_static"}  # past the way of a class
+_DISPATCHING = functools.singledispatchmethod
 _NOT_READ = frozenset(("__class__", "__doc__", "__module__"))
 # What asks for all attributes at once: the code itself, and copy and pickle, which then read in C.
 _ALL_READ = frozenset(("__dict__", "__reduce_ex__", "__reduce__", "__getstate__"))
@@ -253,6 +254,12 @@ class ReadRecorder(ValueVisitor):
         self.noted.update((place.identity, Noted(place, place.read())) for place in places)
 
     # What code reads by name.
+
+    def _name(self, holder: Any, label: str) -> None:
+        super()._name(holder, label)
+        held = vars(holder)  # of functools.singledispatch: it asks for classes
+        if "dispatch" in held or any(isinstance(v, _DISPATCHING) for v in list(held.values())):
+            self.ask_classes()
 
     def _ran(self, code: CodeType, held: dict[str, Any]) -> None:
         """A function of the user's has begun to run."""

@@ -319,3 +319,37 @@ def test_max_min_and_pow_are_pythons_own(compute: Any, *, inside: bool) -> None:
         microbatches=2,
         plan_everywhere=True,
     )
+
+
+@functools.singledispatch
+def _scale_of(given: Any) -> float:
+    return 1.5
+
+
+@_scale_of.register
+def _(given: torch.Tensor) -> float:
+    return 2.0
+
+
+@_scale_of.register
+def _(given: nn.Parameter) -> float:
+    return 3.0
+
+
+class Dispatching(Layer):
+    @functools.singledispatchmethod
+    def scale(self, given: Any) -> float:
+        return 1.5
+
+    @scale.register
+    def _(self, given: nn.Parameter) -> float:
+        return 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, weight = self.linear(x), self.linear.weight
+        scale = self.scale(weight) * self.scale(h) * self.scale(2)
+        return torch.as_tensor(h * scale * _scale_of(weight) * _scale_of(h) * _scale_of("a"))
+
+
+def test_functions_are_dispatched_by_the_classes_of_eager_mode() -> None:
+    assert_same_wherever_placed(Dispatching, batches_of(4, 8), placements=range(2))

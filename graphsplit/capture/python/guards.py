@@ -221,11 +221,11 @@ class StateWatch:
                 recorder.on_first = iterators.note
                 with (
                     iterators,
+                    identities.classes_asked() as recorder.ask_classes,
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
                     marks.seen(),
                     identities.as_keys(),
-                    identities.classes_asked() as recorder.ask_classes,
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
                     self._steering_seen(recorder, modules, keys),

@@ -16,6 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -109,6 +110,12 @@ class _Types(type, metaclass=_OfTypes):
         return type[kind]
 
 
+def _asks_for_another(frame: FrameType) -> bool:
+    """Whether code asks on: for a class derived from parameters, or in ``functools``."""
+    is_one = frame.f_code is _IS_PARAMETER or frame.f_code in STAND_FOR_ISINSTANCE
+    return is_one or frame.f_globals is vars(functools)
+
+
 class _AnswersForClass(torch.Tensor):
     """Stands between the class of tensors without values and its base: ``isinstance`` asks too."""
 
@@ -116,8 +123,8 @@ class _AnswersForClass(torch.Tensor):
 
     def _answer(self) -> type:
         frame: Any = sys._getframe(1)
-        while frame.f_code is _IS_PARAMETER or frame.f_code in STAND_FOR_ISINSTANCE:
-            frame = frame.f_back  # a class derived from parameters asks on
+        while _asks_for_another(frame):
+            frame = frame.f_back
         is_users = is_watched_code(frame.f_code, frame.f_globals)
         return _class_of(self) if is_users else type(self)
 
