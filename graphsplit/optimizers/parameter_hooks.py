@@ -7,16 +7,19 @@ that draws random numbers would draw them from a generator that only its worker 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from graphsplit.capture.reach.holders import ALL_OF_THE_PROCESS, Holder, unchanged
+from graphsplit.capture.reach.holders import ALL_OF_THE_PROCESS, Holder, at_place, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
 from graphsplit.frames import where_defined
+from graphsplit.guards.changes import containers_in
+from graphsplit.guards.places import Place
+from graphsplit.guards.values import freeze, holder_of
 from graphsplit.tensor_meta import has_same_bits
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -25,9 +28,13 @@ HookState = tuple[Holder, str]  # and the hook's line
 
 
 def state_of_hooks(
-    tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int], rank: int
+    tensors: Mapping[str, torch.Tensor],
+    owners: Mapping[str, int],
+    rank: int,
+    called: Collection[Any] = (),
+    read: Iterable[Place] = (),
 ) -> tuple[HookState, ...]:
-    """Python state that hooks of this worker's parameters can reach, and others' hooks as well.
+    """Python state that hooks of this worker's parameters can reach, and others' code as well.
 
     With it are the generators of the process that they can reach, though no other hook does.
 
@@ -35,9 +42,11 @@ def state_of_hooks(
         tensors: Parameters and buffers by name, all of them.
         owners: Who owns each.
         rank: This worker.
+        called: The keys of what calls kept whole can reach elsewhere, or in other microbatches.
+        read: Places that forward and loss read, and have read of later microbatches.
     """
     mine: dict[Any, HookState] = {}
-    theirs: set[Any] = set()
+    theirs: set[Any] = set(called)
     network = {id(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
         hooks = hooks_of(tensor)
@@ -48,6 +57,14 @@ def state_of_hooks(
             mine |= found
         else:
             theirs |= found.keys()
+    for place in read if mine else ():
+        value = place.read()
+        theirs |= {id(holder_of(one)) for one in (value, *containers_in(freeze(value)))}
+        for key in (id(place.holder), ("global", id(place.holder), place.key)):
+            if key in mine:
+                own = Holder(("read", *place.identity), place.label, *at_place(place))
+                theirs.add(own.key)
+                mine[own.key] = own, mine[key][1]
     return tuple(
         (holder, line)
         for key, (holder, line) in mine.items()
@@ -146,8 +163,9 @@ def _refusal(holder: Holder, line: str) -> OwnershipError:
     if holder.key in ALL_OF_THE_PROCESS:
         return draws(line)
     return OwnershipError(
-        f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "
-        f"other workers use too; each worker has its own, unlike in one process\n"
+        f"a hook on a parameter{line} changes {holder.name}, which code on other workers, or of "
+        f"microbatches that run beside it, uses too: that would find something else than in one "
+        f"process\n"
         f"  Fix: look at p.grad after backward() in an own loop, in a callback's on_gradients "
         f"with a Model; or give each parameter's hook a state of its own."
     )

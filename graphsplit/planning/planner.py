@@ -431,7 +431,7 @@ class Planner:
                 updater=self.updater,
                 position=self._job.member.position,
                 compiler=self._task.compiler,
-                hook_state=self.writes.hooks.shared,
+                hook_state=self.writes.hooks.shared_with(plan),
                 sums=self.sums,
             )
         )

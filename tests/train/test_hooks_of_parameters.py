@@ -154,6 +154,49 @@ def test_a_hook_that_draws_is_refused(
         ThreadCluster(lambda _: train(register, place, 2), 2, is_recoverable=False).run()
 
 
+class Counted(nn.Module):
+    """Scales by how often a hook on its last weight has run; a part kept whole does, or forward."""
+
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.log: list[str] = []
+        self.scale = gs.opaque(self._scaled) if is_whole else self._scaled
+        self.last.weight.register_hook(lambda gradient: self.log.append(""))
+
+    def _scaled(self, values: torch.Tensor) -> torch.Tensor:
+        return values * (1 + len(self.log))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(values)
+        with gs.place("MS_WORKER", 0):
+            hidden = self.scale(hidden)
+        made: torch.Tensor = self.last(hidden)
+        return made
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize(("is_whole", "microbatches"), [(True, 1), (True, 2), (False, 2)])
+def test_what_a_hook_changes_is_not_read_where_its_count_is_not(
+    is_whole: bool, microbatches: int
+) -> None:
+    """On another worker there is no count; of two microbatches the second has been computed."""
+
+    def script(is_placed: bool) -> None:
+        torch.manual_seed(0)
+        net = Counted(is_whole)
+        if is_placed:
+            net.first.place("MS_WORKER", 0)
+            net.last.place("MS_WORKER", 1 if microbatches == 1 else 0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = gs.Model(net, nn.functional.cross_entropy, optimizer, microbatches=microbatches)
+        model.train_step(X, Y)
+
+    script(is_placed=False)
+    with pytest.raises(OwnershipError, match=r"hook on a parameter .*changes .*log"):
+        ThreadCluster(lambda rank: script(is_placed=True), 2, is_recoverable=False).run()
+
+
 def test_only_what_is_shared_is_watched() -> None:
     net, log, own = nn.Linear(1, 1), [0], [0]
     net.weight.register_hook(lambda gradient: log.append(1) or own.append(1))

@@ -103,6 +103,17 @@ def reached_on(plan: PartitionPlan, rank: int) -> Iterator[Any]:
             yield from call.reached.holders
 
 
+def reached_apart(plan: PartitionPlan, rank: int) -> Iterator[Any]:
+    """The keys of the Python state that calls can reach and a worker's hooks must leave.
+
+    Those on other workers have their own; of the microbatches that run together, some have been
+    called already.
+    """
+    for position, call in opaque_calls(plan):
+        if plan.is_microbatched or plan.placed.workers[position] != rank:
+            yield from call.reached.holders
+
+
 def left_by_calls(
     plan: PartitionPlan, owned: Set[Any], ways: Ways | None = None
 ) -> dict[int, Mapping[str, Holder]]:

@@ -8,7 +8,8 @@ missed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +24,8 @@ from graphsplit.optimizers.parameter_hooks import (
     line_of,
     state_of_hooks,
 )
+from graphsplit.partition.checks.one_state import reached_apart
+from graphsplit.partition.plan import PartitionPlan
 from graphsplit.torch_ext.attributes import num_hooks
 
 _HAS = " has hooks: "  # between the name of a parameter and how many; one's line follows
@@ -40,8 +43,8 @@ class ParameterHooks:
         rank: This worker.
 
     Attributes:
-        shared: Python state that hooks of this worker's parameters share with those of others; it
-            stays one list.
+        shared: Python state that hooks of this worker's parameters share with those of others, or
+            with code kept whole; it stays one list.
         num_registered: How many hooks, on anything, this process had registered when they were
             looked at last.
         tensors_alone: Whether of ``shared`` only tensors count: an own loop watches the rest.
@@ -62,6 +65,14 @@ class ParameterHooks:
         self._is_due = self._tells_all = False  # whether workers have yet to compare all hooks
         self.num_registered, self.are_there = -1, False
         self._hooked: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+        self._plans: list[weakref.ref[PartitionPlan]] = []
+
+    def shared_with(self, plan: PartitionPlan) -> Sequence[HookState]:
+        """``shared``, for a plan that is new: its calls kept whole may share state as well."""
+        self._plans = [known for known in self._plans if known() is not None]
+        self._plans.append(weakref.ref(plan))
+        self._share()
+        return self.shared
 
     def all(self) -> list[Any]:
         """All hooks there are."""
@@ -167,8 +178,17 @@ class ParameterHooks:
             self._hooked = [(tensors[name], numbers) for name, numbers in now.items()]
             self._begun = now
             self.are_there = bool(now or self._compared)
-            held = state_of_hooks(tensors, self._owners(), self._rank())
-            self.shared[:] = [one for one in held if one[0].is_tensor or not self.tensors_alone]
+            self._share()
+
+    def _share(self) -> None:
+        self.shared.clear()
+        if self._begun:
+            rank, plans = self._rank(), [p for known in self._plans if (p := known()) is not None]
+            called = {key for plan in plans for key in reached_apart(plan, rank)}
+            graphs = (plan.placed.graph for plan in plans if plan.is_microbatched)
+            read = [w.place for graph in graphs for w in graph.state.guards.watched]
+            held = state_of_hooks(self._tensors(), self._owners(), rank, called, read)
+            self.shared += [one for one in held if one[0].is_tensor or not self.tensors_alone]
 
 
 def _numbers_of(tensor: torch.Tensor) -> tuple[int, ...]:
