@@ -306,7 +306,13 @@ def _train_asking(ask: Callable[[Any, torch.Tensor], bool], microbatches: int) -
 def test_a_call_finds_the_gradients_of_the_microbatches_before(microbatches: int) -> None:
     """Several were under way at once, without a word."""
     _train_asking(lambda layer, h: layer.weight.grad is not None, microbatches)
+    _train_asking(_learns_apart, microbatches)
     _train_asking(lambda layer, h: layer.weight.is_leaf and layer(h).grad_fn is not None, 1)
+
+
+def _learns_apart(layer: Any, h: torch.Tensor) -> bool:
+    (layer(h.detach()).tanh().mean() - 1).pow(2).backward()
+    return True
 
 
 ASKING: dict[str, Callable[[Any, torch.Tensor], bool]] = {

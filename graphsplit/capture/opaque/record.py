@@ -27,7 +27,7 @@ from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.data_attribute import OfOperands
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import DisableTorchFunction, pytree
 from graphsplit.torch_ext.replaced import Patch, replaced
 
 
@@ -234,7 +234,7 @@ class OpaqueRecorder:
                 with unrecorded(observer), OfOperands(operands) as asked:
                     result = function(*args, **kwargs)
                 after = Arguments.of(args, kwargs)[0]
-            reached.reads_gradients |= asked.reads_gradients
+            reached.uses_gradients |= asked.reads_gradients or any(map(_has_gradient, operands))
             reached.note_changed(observer.drawn_from)
             return _Run(result, observer, after, reached, guessed=answer is not None)
 
@@ -317,6 +317,11 @@ def _is_of_torch(module: nn.Module) -> bool:
     """Whether code of a library's layer may run in a module."""
     kinds = set(type(module).__mro__) - {nn.Module, object}
     return any(is_of_library(kind.__module__) for kind in kinds)
+
+
+def _has_gradient(operand: Any) -> bool:
+    with DisableTorchFunction():  # capture's own modes refuse such questions
+        return isinstance(operand, torch.Tensor) and operand.is_leaf and operand.grad is not None
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:

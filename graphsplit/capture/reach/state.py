@@ -34,7 +34,7 @@ class Reached:
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
         read_outside: Places of it that code around it reads.
         may_write: Whether it may change some of it, also where it was not seen to.
-        reads_gradients: Whether it reads gradients of parameters.
+        uses_gradients: Whether it reads gradients of parameters, or adds to them.
         at_call: What is to stand in places while it runs, as snapshots; and whether it may change
             that, since the code around it sets the place behind it.
     """
@@ -47,7 +47,7 @@ class Reached:
         self.in_forward: frozenset[Any] = frozenset()
         self.in_backward: frozenset[Any] = frozenset()
         self.read_outside: tuple[Place, ...] = ()
-        self.may_write = self.reads_gradients = False
+        self.may_write = self.uses_gradients = False
         self.at_call: tuple[tuple[Place, Any, bool], ...] = ()
 
     def look(

@@ -33,7 +33,7 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
     """
     calls = opaque_calls(plan)
     for position, call in calls if plan.placed.graph.has_gradients else ():
-        if call.reached.reads_gradients:
+        if call.reached.uses_gradients:
             _refuse_gradients(plan, position, call)
     for (first, one), (second, two) in itertools.combinations_with_replacement(calls, 2):
         for key in _shared(plan, first, one.reached, second, two.reached):
@@ -45,14 +45,15 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
 
 
 def _refuse_gradients(plan: PartitionPlan, position: int, call: OpaqueCall) -> None:
-    """Refuse a call that reads gradients of parameters, but would not find them."""
+    """Refuse a call that reads gradients of parameters, or adds to them, where they are not."""
     graph, workers = plan.placed.graph, plan.placed.workers
     read = [at for at in graph.nodes[position].reads if graph.nodes[at].kind is NodeKind.PARAMETER]
     is_elsewhere = any(workers[at] != workers[position] for at in read)
     if is_elsewhere or plan.is_microbatched:
         how = "on another worker" if is_elsewhere else "in several microbatches at once"
         error = PlacementError(
-            f"{call.label} reads gradients of parameters (grad), but it runs {how}\n"
+            f"{call.label} reads gradients of parameters (grad), or adds to them (backward), but "
+            f"it runs {how}\n"
             f"  {call.source}\n"
             f"  Fix: place it where its parameters are; or read gradients between steps, and keep "
             f"what counts in an attribute."
