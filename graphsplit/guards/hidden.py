@@ -132,7 +132,11 @@ def class_places(kind: type, label: str, names: Set[str]) -> Iterator[Place]:
 
 
 def _registered(kind: Any) -> frozenset[Any]:
-    return frozenset(_dump(kind)[0])
+    token = abc.get_cache_token()  # another one once any class was registered
+    known = _registries.get(kind)
+    if known is None or known[0] != token:
+        known = _registries[kind] = token, frozenset(_dump(kind)[0])
+    return known[1]
 
 
 def _answer_of(of: Any, ask: Callable[[Any], Any], label: str) -> Place:
@@ -156,7 +160,8 @@ class _Answer:
     def now(self) -> Any:
         """See above."""
         now = self._ask()
-        self._last = self._last if now == self._last else now
+        if now is not self._last and now != self._last:
+            self._last = now
         return self._last
 
     @now.setter
@@ -202,7 +207,7 @@ _ABSTRACT: dict[str, Any] = {
     for name, kind in vars(library).items()
     if isinstance(kind, abc.ABCMeta)
 }
-_LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "log", "isEnabledFor")
+_LOGGING = ("debug", "info", "warning", "error", "critical", "exception", "isEnabledFor")
 _SHOWING = ("str", "repr", "print", "format", "array2string", "array_repr", "array_str")
 _SETTINGS: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], object]]] = {
     "sys.getrecursionlimit()": (
@@ -254,6 +259,9 @@ _SETTINGS: dict[str, tuple[tuple[str, ...], Callable[[], Any], Callable[[Any], o
 }
 _settings: dict[str, _Answer] = {}
 _answers: weakref.WeakKeyDictionary[Any, dict[Any, _Answer]] = weakref.WeakKeyDictionary()
+_registries: weakref.WeakKeyDictionary[Any, tuple[Any, frozenset[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _written_by(writer: Any) -> Iterator[Any]:
