@@ -47,7 +47,12 @@ from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
 from graphsplit.capture.reach.reach import holders
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep
-from graphsplit.capture.state.owned_tensors import Key, make_buffers, written_attributes
+from graphsplit.capture.state.owned_tensors import (
+    Key,
+    constants_of,
+    make_buffers,
+    written_attributes,
+)
 from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
     drawing_from_own,
@@ -247,6 +252,8 @@ def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Re
     keys = export.watch.replaced or written_attributes(program, root, export.watch.noted())
     if keys:
         raise _ChangesTensorsError(keys)
+    for call in recorder.calls:
+        call.reached.note_constants(constants_of(program).values())
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
     asks, answers = export.watch.asking.unanswered is not None, export.watch.answers
@@ -374,7 +381,8 @@ def refuse_reads_of_changed(calls: Iterable[OpaqueCall], noted: Iterable[Noted])
     places = [one for one in read if one.is_whole]  # else its entries are
     for call in calls:
         for one in _touched(call, call.reached.left, places):
-            raise CaptureError(changes_what_is_read(call, one[0].place))
+            place = one[0].place
+            raise CaptureError(changes_what_is_read(call, place.label, place.source))
         late = frozenset(key for _, key in _touched(call, call.reached.left_late, places))
         call.reached.in_forward |= late
         call.reached.note_read_outside(one.place for one in places)

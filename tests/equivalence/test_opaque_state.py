@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -717,6 +718,56 @@ def test_what_a_backward_changes_is_not_read_by_the_microbatches_behind_it(
             loss_fn=rows_against_target,
             microbatches=microbatches,
             accumulate=accumulate,
+        )
+
+
+class Averages:
+    """Holds a tensor beside the network."""
+
+    def __init__(self) -> None:
+        self.mean, self.begins = torch.zeros(2), 0
+
+
+class WritesBeside(nn.Module):
+    """Code kept whole writes to a tensor, in an object or an attribute, that forward reads."""
+
+    def __init__(self, in_object: bool, begins: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.averages: Any = Averages() if in_object else SimpleNamespace(mean=None)
+        self.mean = torch.zeros(2)
+        self.in_object, self.calls, self.begins = in_object, 0, begins
+        self.part = gs.opaque(self._write)
+
+    def _write(self, h: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > self.begins:
+            (self.averages.mean if self.in_object else self.mean).add_(1)
+        return h * 2
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mean = self.averages.mean if self.in_object else self.mean
+        h = self.first(x) * (1 + 0.1 * mean.sum())
+        with gs.place("MS_WORKER", 1):
+            return self.part(self.last(h))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(("in_object", "begins"), [(True, 0), (True, 5), (False, 0)])
+def test_a_tensor_that_a_call_writes_to_is_no_constant_outside_of_it(
+    in_object: bool, begins: int, microbatches: int
+) -> None:
+    """In an attribute of a module it is a buffer; elsewhere that is refused."""
+    match = r"(?s)_write changes .* read outside of it .*state.py.*Fix: "
+    refused = pytest.raises((CaptureError, StepFailedError), match=match)
+    with refused if in_object else nullcontext():
+        assert_same_bits(
+            lambda: WritesBeside(in_object, begins),
+            batches_of(8, 4, num=7),
+            num_workers=2,
+            place=lambda net: net.last.place("MS_WORKER", 1),
+            loss_fn=rows_against_target,
+            microbatches=microbatches,
         )
 
 

@@ -160,10 +160,11 @@ class OpaqueCall:
         if any(isinstance(operand, FakeTensor) for operand in operands):
             with self.reached.kept():  # a plan is being made
                 return self._called(operands)
-        if not (self.reached.read_outside or self.reached.at_call):
+        reached = self.reached
+        if not (reached.read_outside or reached.constants or reached.at_call):
             return self._called(operands)
         refuse = partial(_changes_what_is_set, self)
-        with standing(self.reached.at_call, refuse), leaving_what_is_read(self):
+        with standing(reached.at_call, refuse), leaving_what_is_read(self):
             return self._called(operands)
 
     def _called(self, operands: Sequence[Any]) -> Any:
@@ -336,17 +337,29 @@ def leaving_what_is_read(call: OpaqueCall) -> Iterator[None]:
         OpaqueCallError: It has changed some of it, which it did not when it was recorded.
     """
     before = [(place, freeze(place.read())) for place in call.reached.read_outside]
+    writes = [(tensor, writes_of(tensor)) for tensor in call.reached.constants]
     yield
     for place, was in before:
         if not same(was, place.read()):
-            raise OpaqueCallError(changes_what_is_read(call, place))
+            raise OpaqueCallError(changes_what_is_read(call, place.label, place.source))
+    for tensor, number in writes:
+        if writes_of(tensor) != number:
+            what = f"a {list(tensor.shape)} tensor that is neither parameter nor buffer"
+            raise OpaqueCallError(changes_what_is_read(call, what))
 
 
-def changes_what_is_read(call: OpaqueCall, place: Place) -> str:
-    """The error of a call that changes what the code around it reads."""
+def changes_what_is_read(call: OpaqueCall, label: str, source: str = "") -> str:
+    """The error of a call that changes what the code around it reads.
+
+    Args:
+        call: The call.
+        label: The place, or what is changed.
+        source: The line that reads it.
+    """
+    lines = "".join(f"  {one}\n" for one in (call.source, source) if one)
     return (
-        f"{call.label} changes {place.label}, which is read outside of it as well; the graph "
-        f"would keep what was there before the change\n  {call.source}\n  {place.source}\n"
+        f"{call.label} changes {label}, which is read outside of it as well; the graph "
+        f"would keep what was there before the change\n{lines}"
         f"  Fix: return what it counts as a tensor, or keep all that reads it whole together, with "
         f"gs.opaque."
     )

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from graphsplit.capture.reach.holders import OF_THE_PROCESS, Holder
 from graphsplit.capture.reach.reach import Walk
 from graphsplit.capture.reach.writes import may_write
 from graphsplit.guards.changes import containers_in
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import freeze, holder_of
+from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.private import disable_current_modes
 
 
@@ -33,6 +36,8 @@ class Reached:
         in_forward: Keys of what it can reach when it is called.
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
         read_outside: Places of it that code around it reads.
+        constants: Tensors of it that code around it reads, and that are neither parameters nor
+            buffers.
         may_write: Whether it may change some of it, also where it was not seen to.
         uses_gradients: Whether it reads gradients of parameters, or adds to them.
         at_call: What is to stand in places while it runs, as snapshots; and whether it may change
@@ -47,6 +52,7 @@ class Reached:
         self.in_forward: frozenset[Any] = frozenset()
         self.in_backward: frozenset[Any] = frozenset()
         self.read_outside: tuple[Place, ...] = ()
+        self.constants: tuple[torch.Tensor, ...] = ()
         self.may_write = self.uses_gradients = False
         self.at_call: tuple[tuple[Place, Any, bool], ...] = ()
 
@@ -136,6 +142,17 @@ class Reached:
     def tensors(self) -> frozenset[int]:
         """The tensors among it, by number (``id``)."""
         return frozenset(key for key, holder in self.holders.items() if holder.is_tensor)
+
+    def changed_tensors(self) -> list[torch.Tensor]:
+        """The tensors among what was seen to change."""
+        tensors = (self.holders[key].tensor for key in self.changed)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def note_constants(self, constants: Iterable[torch.Tensor]) -> None:
+        """Note which tensors, that are read by other code, it can reach."""
+        tensors = (holder.tensor for holder in self.holders.values())
+        own = {storage_of(tensor) for tensor in tensors if tensor is not None}
+        self.constants = tuple([one for one in constants if storage_of(one) in own])
 
     def note_read_outside(self, places: Iterable[Place]) -> None:
         """Note which places, that are read by other code, it can reach."""

@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import Node
 
 from graphsplit.capture.operations.effects import alias_roots, written_operands
+from graphsplit.capture.operations.opaque_call import OpaqueCall, changes_what_is_read
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in, put_kept_last
 from graphsplit.capture.state.kept_value import shares_memory
 from graphsplit.errors import CaptureError
@@ -71,6 +72,9 @@ def written_attributes(
     for write, constant in _writes_to_constants(program):
         holders = _holders(root, constant)
         wanted = {} if holders else kept_in(noted, constant)
+        if wanted and isinstance(write.target, OpaqueCall):  # it would not be an operand
+            place = next(iter(wanted.values())).place
+            raise CaptureError(changes_what_is_read(write.target, place.label, place.source))
         if wanted:
             raise KeepsTensorsError(wanted)
         if len(holders) != 1:
@@ -79,22 +83,30 @@ def written_attributes(
     return list(dict.fromkeys(found))
 
 
-def _writes_to_constants(program: ExportedProgram) -> Iterator[tuple[Node, torch.Tensor]]:
+def constants_of(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """The tensors that a graph reads and that are neither parameters nor buffers, by node."""
     from torch.export.graph_signature import InputKind
 
-    constants = {
+    found = {
         spec.arg.name: program.constants[str(spec.target)]
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.CONSTANT_TENSOR
     }
+    return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
+
+
+def _writes_to_constants(program: ExportedProgram) -> Iterator[tuple[Node, torch.Tensor]]:
+    constants = constants_of(program)
     if not constants:
         return
     roots = alias_roots(program.graph)
     for node in program.graph.nodes:
         for root in {root for operand in written_operands(node) for root in roots[operand]}:
-            constant = constants.get(root.name)
-            if isinstance(constant, torch.Tensor):
-                yield node, constant
+            if root.name in constants:
+                yield node, constants[root.name]
+        if isinstance(node.target, OpaqueCall):
+            changed = set(map(storage_of, node.target.reached.changed_tensors()))
+            yield from ((node, c) for c in constants.values() if storage_of(c) in changed)
 
 
 def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
