@@ -345,13 +345,16 @@ class Snapshots(Parts):
     def _put_models_back(self, place: ScriptPoint, *, is_again: bool = False) -> None:
         assert self._target is not None
         for share in (self._shares[index] for index in place.models):
+            if place.number in share.given_at:
+                share.go_on_with(share.given_at[place.number])
             if self._target.from_disk:
                 self._load(share, place)
             elif self._job.goes_on:
-                share.go_on_with(share.given_at.get(place.number, share.given()))
                 share.load_parts(self._whole, inside=self._is_inside(share, place))
             else:
                 self._put_back(share, place)
+            # One that comes back has it from others, and may have to go back to it once more.
+            share.given_at.setdefault(place.number, share.given())
             if is_again:
                 share.engine.planner.writes.start_over()
 
@@ -368,7 +371,6 @@ class Snapshots(Parts):
         assert self._part is not None
         if not share.is_settled and (owners := self.owners_of(share.index)):
             share.adopt(owners)
-        share.go_on_with(share.given_at.get(place.number, share.given()))
         share.put_back(self._part, inside=self._is_inside(share, place))
 
     def _is_inside(self, share: ModelSnapshot, place: ScriptPoint) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,11 @@ def _begins_an_average(net: Any, held: SimpleNamespace, step: int) -> None:
         net.seen = torch.zeros(4)
 
 
+def _begins_it_later(net: Any, held: SimpleNamespace, step: int) -> None:
+    if step == 2:
+        net.seen = torch.zeros(4)
+
+
 def _adds_to_a_table(net: Any, h: torch.Tensor) -> torch.Tensor:
     h = h + 0.1 * sum(net.table.values())
     net.table.setdefault("second", h.detach().mean(0))
@@ -203,3 +209,43 @@ def test_containers_are_the_ones_that_they_were(
             if rank != killed:  # what the script holds itself is as it has made it anew
                 assert found["looked"] == expected["looked"], at
         assert disturbed.num_killed == 1
+
+
+def _began_an_average_behind_a_snapshot(
+    num_workers: int, settings: SnapshotSettings, kills: dict[int, list[int]], **options: Any
+) -> None:
+    """Workers are lost when the script has put a tensor in the place of None since then."""
+    before = Generators.now()
+    program = Program(_averages, _begins_it_later)
+    expected = _train(PlainModel, program, in_one_call=False)
+    before.put_back()
+    cluster = ThreadCluster(
+        lambda rank: _train(gs.Model, program, in_one_call=False),
+        num_workers,
+        settings,
+        kills,
+        **options,
+    )
+    for found in cluster.run():
+        assert found["losses"] == expected["losses"]
+        assert all(torch.equal(found["state"][n], v) for n, v in expected["state"].items())
+    assert cluster.num_killed == 2
+
+
+@pytest.mark.parametrize("first, second", [(26, 38), (34, 48)])
+def test_a_worker_that_came_back_goes_back_to_what_hung_there_then(
+    first: int, second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given the snapshot by others, and has gone beyond it when the other one is killed."""
+    monkeypatch.setattr(planner, "capture_graph", capture_graph)  # each worker for itself
+    settings = SnapshotSettings(every=2)
+    _began_an_average_behind_a_snapshot(2, settings, {0: [first], 1: [second]})
+
+
+def test_a_survivor_goes_back_to_what_hung_there_when_a_snapshot_went_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two neighbours are lost at once: the third one goes back to the disk with them."""
+    monkeypatch.setattr(planner, "capture_graph", capture_graph)  # each worker for itself
+    settings = SnapshotSettings(every=2, disk_every=2, folder=tmp_path)
+    _began_an_average_behind_a_snapshot(3, settings, {0: [38]}, together=(0, 1))
