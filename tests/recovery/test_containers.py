@@ -130,6 +130,16 @@ def _adds_to_a_table(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def _collects(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.table[len(net.table)] = h.detach().mean(0)
+    return h
+
+
+def _begins_to_collect(net: Any, held: SimpleNamespace, step: int) -> None:
+    if step in (1, 2):  # for the first that forward has put there nothing stands
+        net.table = {0: torch.ones(4)} if step == 2 else {}
+
+
 def _asks(net: Any, h: torch.Tensor) -> torch.Tensor:
     if float(h.detach().sum()) > 0:
         h = torch.tanh(h)
@@ -147,6 +157,7 @@ PROGRAMS = {
     "two lists that forward exchanges": Program(_exchanges, _holds_both),
     "an average that the script begins": Program(_averages, _begins_an_average),
     "a tensor of the script beside one of forward": Program(_adds_to_a_table, _leaves_all),
+    "a tensor of forward behind one of the script": Program(_collects, _begins_to_collect),
     "a buffer behind a question": Program(_asks, _leaves_all),
 }
 CASES = [  # with the worker that is killed, how often snapshots are taken, and by train or not
@@ -155,6 +166,7 @@ CASES = [  # with the worker that is killed, how often snapshots are taken, and 
     ("two lists that forward exchanges", 1, 1, True),
     ("an average that the script begins", 1, 1, True),
     ("a tensor of the script beside one of forward", 0, 1, False),
+    ("a tensor of forward behind one of the script", 0, 1, False),
     ("a buffer behind a question", 1, 1, False),
 ]
 

@@ -75,6 +75,12 @@ def names_in(written: Any) -> Iterator[str]:
             yield from names_in(value)
 
 
+def kept_buffers(network: nn.Module) -> list[str]:
+    """The buffers that hold what is kept, written as in a place; for some nothing stands now."""
+    names = filter(is_kept_name, buffers_of(network))
+    return [f"{_MARK}{name}" for name in names if _of_name(name)[1] is not None]
+
+
 def register_again(network: nn.Module, written: Any) -> None:
     """Register the buffers, of zeros, that are named in what was written and are not there."""
     for name in names_in(written):

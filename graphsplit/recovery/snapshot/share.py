@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.reach.plain import PlainContents
-from graphsplit.capture.state.kept_names import is_kept_name, register_again
+from graphsplit.capture.state.kept_names import is_kept_name, kept_buffers, register_again
 from graphsplit.capture.state.own_buffers import own_again, own_buffers
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
@@ -288,6 +288,7 @@ class ModelSnapshot:
         contents.add_section("own", own_buffers(stateful_modules(task)))
         contents.add_section("python", self.states.python.saved(with_tensors=False))
         contents.add_section("attributes", self.engine.planner.python_values.kept())
+        contents.add_section("kept", kept_buffers(task.network))
         contents.add_section(f"{LEFT}{rank}", left)
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
@@ -339,7 +340,7 @@ class ModelSnapshot:
         forget_waiting_forms(self.task)
         own_again(stateful_modules(self.task), contents.sections["own"])
         self._follow()
-        register_again(self.task.network, contents.sections["attributes"])
+        register_again(self.task.network, contents.sections["kept"])
         with torch.no_grad():
             self._put_network(contents, is_shared=is_shared)
             self._put_gradients(contents)
