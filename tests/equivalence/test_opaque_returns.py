@@ -289,10 +289,12 @@ class Asked(nn.Module):
         return torch.as_tensor(self.layer(h) * (2.0 if self.ask(self.layer, h) else 1.0))
 
 
-def _train_asking(ask: Callable[[Any, torch.Tensor], bool], microbatches: int) -> None:
+def _train_asking(
+    ask: Callable[[Any, torch.Tensor], bool], microbatches: int, *later: tuple[Any, ...]
+) -> None:
     assert_same_bits(
         lambda: Asking(ask),
-        batches_of(8, 3),
+        [*batches_of(8, 3), *later],
         num_workers=2,
         place=lambda net: (net.first.place("MS_WORKER", 0), net.inner.place("MS_WORKER", 1)),
         loss_fn=rows_against_target,
@@ -308,6 +310,11 @@ def test_a_call_finds_the_gradients_of_the_microbatches_before(microbatches: int
     _train_asking(lambda layer, h: layer.weight.grad is not None, microbatches)
     _train_asking(_learns_apart, microbatches)
     _train_asking(lambda layer, h: layer.weight.is_leaf and layer(h).grad_fn is not None, 1)
+
+
+def test_a_gradient_of_the_step_before_is_not_one_that_the_call_asks_for() -> None:
+    """Only the owner has one when a new form of batch is recorded: its plan was another one."""
+    _train_asking(lambda layer, h: False, 4, *batches_of(4, 3, num=1))
 
 
 def _learns_apart(layer: Any, h: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
-from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
+from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of, writes_of
 from graphsplit.torch_ext.data_attribute import OfOperands
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import DisableTorchFunction, pytree
@@ -230,11 +230,14 @@ class OpaqueRecorder:
             if whole.forward is None:
                 roots = (*roots, function)
             apart = whole.forward or ()
+            before = [*map(_gradient, operands)]
             with self.not_recording(), reached.leaving_no_trace(roots, backward, apart):
                 with unrecorded(observer), OfOperands(operands) as asked:
                     result = function(*args, **kwargs)
                 after = Arguments.of(args, kwargs)[0]
-            reached.uses_gradients |= asked.reads_gradients or any(map(_has_gradient, operands))
+            pairs = zip(before, map(_gradient, operands), strict=True)
+            adds = any(one[0] is not now[0] or one[1] != now[1] for one, now in pairs)
+            reached.uses_gradients |= asked.reads_gradients or adds
             reached.note_changed(observer.drawn_from)
             return _Run(result, observer, after, reached, guessed=answer is not None)
 
@@ -319,9 +322,12 @@ def _is_of_torch(module: nn.Module) -> bool:
     return any(is_of_library(kind.__module__) for kind in kinds)
 
 
-def _has_gradient(operand: Any) -> bool:
+def _gradient(operand: Any) -> tuple[Any, int]:
+    """A parameter's gradient, which its owner alone has, and how often it was written to."""
     with DisableTorchFunction():  # capture's own modes refuse such questions
-        return isinstance(operand, torch.Tensor) and operand.is_leaf and operand.grad is not None
+        is_leaf = isinstance(operand, torch.Tensor) and operand.is_leaf
+        gradient = operand.grad if is_leaf else None
+        return gradient, 0 if gradient is None else writes_of(gradient)
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
