@@ -30,6 +30,7 @@ from graphsplit.feeding.left_kinds import Known, is_unknown
 from graphsplit.feeding.left_values import (
     SAME,
     Before,
+    has_unknown,
     learned,
     learned_key,
     told,
@@ -43,7 +44,7 @@ from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.tensor_meta import plain_meta, share_elements
-from graphsplit.torch_ext.attributes import storage_of, writes_of
+from graphsplit.torch_ext.attributes import MODULES, storage_of, writes_of
 
 
 def note_left(planned: ReadyPlan, rank: int) -> dict[str, Any]:
@@ -146,6 +147,8 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
             is_new = not same(made[key], told(value, known))
         if is_new or (key in writes and writes[key] != writes_of(value)):
             sent = told(value, known, before, what=repr(key))
+            if key == MODULES and has_unknown(sent):  # workers compare what modules they have
+                continue
             is_filled = key in old and reference_of(old[key]) is value
             is_written = not (is_new or is_unknown(sent))
             yield [name, sent, is_written, is_filled, key in moved]

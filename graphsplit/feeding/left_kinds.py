@@ -43,6 +43,7 @@ from graphsplit.capture.reach.reach import is_of_library
 from graphsplit.errors import ConfigurationError
 from graphsplit.guards.classes import attributes_of
 from graphsplit.guards.values import any_leaf
+from graphsplit.torch_ext.attributes import ALL_HOOKS
 
 MARK, UNKNOWN = "\0left", "unknown"
 _LIBRARIES = {
@@ -72,6 +73,7 @@ OBJECTS: dict[str, Any] = {
         *(collections.ChainMap, collections.UserDict, collections.UserList),
         *(collections.UserString, SimpleNamespace, Namespace, string.Template, np.poly1d),
         *(getattr(np.polynomial, name) for name in np.polynomial.__all__ if name[0].isupper()),
+        *(one for one in vars(nn).values() if isinstance(one, type) and issubclass(one, nn.Module)),
     )
 }
 
@@ -219,12 +221,21 @@ def is_unknown(sent: Any) -> bool:
 
 def is_plain_object(value: Any) -> bool:
     """Whether a value is an object that is all in its attributes, and in what it holds."""
-    is_thing = not isinstance(value, (type, torch.Tensor, nn.Module))
+    is_thing = not isinstance(value, (type, torch.Tensor)) and _is_bare(value)
     kind = type(value)
     is_users = not is_of_library(kind.__module__) or kind in OBJECTS.values()
     is_users |= hasattr(kind, "_fields")  # a named tuple of a library's
     is_own = isinstance(value, BASES) and kind not in BASES
     return is_thing and is_users and (is_own or attributes_of(value) is not None)
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether a module holds neither tensors nor hooks; whatever else a value is."""
+    if not isinstance(value, nn.Module):
+        return True
+    if next(itertools.chain(value.parameters(), value.buffers()), None) is not None:
+        return False
+    return not any(vars(one).get(table) for one in value.modules() for table in ALL_HOOKS)
 
 
 class Known:
@@ -252,6 +263,10 @@ class Known:
     def is_made(self, frozen: Any) -> bool:
         """Whether a snapshot holds an object that has no name: code has made it."""
         return any_leaf(frozen, lambda leaf: is_plain_object(leaf) and self.name_of(leaf) is None)
+
+    def has(self, name: Any) -> bool:
+        """Whether an object has this name."""
+        return name in self._holders
 
     def named(self, name: Any) -> Any:
         """The object of this name; None where there is none."""

@@ -52,6 +52,7 @@ from graphsplit.guards.values import (
 )
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.tensor_meta import DTYPES
+from graphsplit.torch_ext.attributes import MODULES
 from graphsplit.torch_ext.stand_ins import StandIn
 
 _TENSOR, _THERE, _BEFORE = "tensor", "there", "before"
@@ -82,7 +83,7 @@ class Before:
             (name, key): [*snapshots_in(item)][name in copied :]
             for name, of_one in held.items()
             for key, item in zip(of_one.keys, of_one.items, strict=True)
-            if can_be_written(key)
+            if can_be_written(key) and key != MODULES  # made by code: workers compare them
         }
         self._first: dict[int, tuple[list[Any], Frozen]] = {}  # where each stood first
         for (name, key), snapshots in self._snapshots.items():
@@ -223,12 +224,13 @@ def told_key(key: Any, known: Known) -> Any:
     """A key as it is sent: one that is an object is told by its name. See ``told``."""
     sent = key if can_be_written(key) and not isinstance(key, Enum) else told(key, known)
     is_made = isinstance(sent, list) and sent[1] not in (_THERE, _MEMBER, _LIBRARY, "tuple")
-    return unknown("a key", key) if is_made or _has_unknown(sent) else sent
+    return unknown("a key", key) if is_made or has_unknown(sent) else sent
 
 
-def _has_unknown(sent: Any) -> bool:
+def has_unknown(sent: Any) -> bool:
+    """Whether such a message is among what is sent."""
     is_one = isinstance(sent, (list, tuple))
-    return is_one and (is_unknown(sent) or any(map(_has_unknown, sent)))
+    return is_one and (is_unknown(sent) or any(map(has_unknown, sent)))
 
 
 def told_keys(keys: Iterable[Any], old: Sequence[Any], known: Known) -> list[Any]:
@@ -240,7 +242,7 @@ def told_keys(keys: Iterable[Any], old: Sequence[Any], known: Known) -> list[Any
         known: The objects that all workers have.
     """
     sent = [(key, told_key(key, known)) for key in keys]
-    places = {key: place for place, key in enumerate(old)} if any(map(_has_unknown, sent)) else {}
+    places = {key: place for place, key in enumerate(old)} if any(map(has_unknown, sent)) else {}
     return [
         [MARK, _NTH, places[key]] if is_unknown(one) and key in places else one for key, one in sent
     ]
@@ -310,7 +312,9 @@ def learned(
         case ["\0left", "same"]:
             return there
         case ["\0left", "there", name]:
-            return known.there(name)
+            if known.has(name):
+                return known.there(name)
+            return LeftThere(f"an object, {name}, which is not known here", where)
         case ["\0left", "before", place] if before is not None:
             return before.at(*place).container
         case ["\0left", "again", number] if before is not None:

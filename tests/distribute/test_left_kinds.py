@@ -118,6 +118,12 @@ def _with_history(own: Any, n: int) -> Any:
     return [own.history[0], own.rows, own.rows[1]["n"]]
 
 
+def _with_modules(own: Any, n: int) -> Any:
+    if n == 1:
+        own.act = nn.Dropout(n / 10)
+    return [own.act, {"norm": nn.LayerNorm(n, elementwise_affine=False)}, [*own.children()][-1]]
+
+
 ZONES = (timezone(timedelta(hours=1)), ZoneInfo("Asia/Tokyo"))
 # What each step leaves: of its number, a tensor, and what is the network's own.
 KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
@@ -144,6 +150,7 @@ KINDS: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
     "tuples": lambda n, mean, own: [Row((n, mean)), Pair(n, mean)],
     "ordered": lambda n, mean, own: OrderedDict(mean=mean, n=[n]),
     "counted": lambda n, mean, own: SimpleNamespace(counts=Counter(a=n), mean=mean),
+    "modules": lambda n, mean, own: _with_modules(own, n),
     "slots": lambda n, mean, own: Slotted(n, mean),
     "called": lambda n, mean, own: Called(n),
     "mode": lambda n, mean, own: {own.modes.WARM: n, KEY: n, "now": [*own.modes][n % 2]},
@@ -329,6 +336,25 @@ def test_parts_that_can_be_sent_are() -> None:
             yield [*leaving.by_match.values()]
             yield [(one.n, one.match[1], len(one.match)) for one in leaving.held]
             yield [leaving.names["n"], *leaving.names]
+
+    assert_same_bits(loop, 2)
+
+
+class WithParameters(Unsendable):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.rows = [*self.rows, nn.Linear(1, 1)]
+        made: torch.Tensor = self.inner(values)
+        return made
+
+
+def test_modules_with_parameters_stay_where_they_are() -> None:
+    def loop(distribute: Distribute, ranks: Any) -> Iterator[Any]:
+        leaving = WithParameters()
+        net = nn.Sequential(nn.Linear(6, 8), gs.opaque(leaving))
+        net = distribute(placed(net, list(net), ranks))
+        for _ in range(3):
+            net(torch.randn(5, 6)).square().mean().backward()
+            yield len(leaving.rows)
 
     assert_same_bits(loop, 2)
 

@@ -23,6 +23,7 @@ from graphsplit.guards.places import Place
 from graphsplit.guards.values import freeze, holder_of
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.private import disable_current_modes
+from graphsplit.torch_ext.stand_ins import StandIn
 
 
 class Reached:
@@ -144,14 +145,12 @@ class Reached:
         return frozenset(key for key, holder in self.holders.items() if holder.is_tensor)
 
     def changed_tensors(self) -> list[torch.Tensor]:
-        """The tensors among what was seen to change."""
-        tensors = (self.holders[key].tensor for key in self.changed)
-        return [tensor for tensor in tensors if tensor is not None]
+        """The tensors among what was seen to change, with values here."""
+        return _with_values(self.holders[key] for key in self.changed)
 
     def note_constants(self, constants: Iterable[torch.Tensor]) -> None:
         """Note which tensors, that are read by other code, it can reach."""
-        tensors = (holder.tensor for holder in self.holders.values())
-        own = {storage_of(tensor) for tensor in tensors if tensor is not None}
+        own = set(map(storage_of, _with_values(self.holders.values())))
         self.constants = tuple([one for one in constants if storage_of(one) in own])
 
     def note_read_outside(self, places: Iterable[Place]) -> None:
@@ -191,3 +190,8 @@ class Reached:
         for holder in changed:
             self.holders.setdefault(holder.key, holder)
             self.changed.add(holder.key)
+
+
+def _with_values(holders: Iterable[Holder]) -> list[torch.Tensor]:
+    tensors = (holder.tensor for holder in holders)
+    return [one for one in tensors if one is not None and not isinstance(one, StandIn)]

@@ -140,9 +140,13 @@ def left_by_calls(
                 for key, one in holders
                 if one.is_value or (one.is_tensor and key not in owned)
             )
+    of_code = {
+        rank: [one for one in holders.values() if not one.name.endswith(_TABLES)]
+        for rank, holders in found.items()  # tables hold modules, tensors and hooks
+    }
     if ways is not None:
-        return {rank: ways.named(holders.values()) for rank, holders in found.items()}
-    return {rank: _named(holders.values()) for rank, holders in found.items() if holders}
+        return {rank: ways.named(holders) for rank, holders in of_code.items()}
+    return {rank: _named(holders) for rank, holders in of_code.items() if found[rank]}
 
 
 def _named(holders: Collection[Holder]) -> dict[str, Holder]:
@@ -150,8 +154,6 @@ def _named(holders: Collection[Holder]) -> dict[str, Holder]:
     total, number = Counter(one.name for one in holders), Counter[str]()
     found = {}
     for one in holders:
-        if one.name.endswith(_TABLES):  # holds modules, tensors and hooks
-            continue
         number[one.name] += 1
         found[f"{one.name} ({number[one.name]} of {total[one.name]})"] = one
     return found
