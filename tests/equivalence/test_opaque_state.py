@@ -771,6 +771,34 @@ def test_a_tensor_that_a_call_writes_to_is_no_constant_outside_of_it(
         )
 
 
+class WithSparse(nn.Module):
+    """Code kept whole has a sparse tensor, and one that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.adjacency, self.scales = torch.eye(4).to_sparse(), torch.arange(4.0)
+        self.part = gs.opaque(self._multiplied)
+
+    def _multiplied(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.adjacency, (h * self.scales).t()).t().contiguous()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with gs.place("MS_WORKER", 1):
+            return self.part(self.last(self.first(x) * self.scales))
+
+
+def test_a_call_may_have_a_tensor_without_memory_of_its_own() -> None:
+    assert_same_bits(
+        WithSparse,
+        batches_of(8, 4, num=2),
+        num_workers=2,
+        place=lambda net: net.last.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+        microbatches=2,
+    )
+
+
 def test_a_call_may_change_an_entry_beside_one_that_is_read_outside_of_it() -> None:
     class CountsBeside(nn.Module):
         def __init__(self, entries: dict[str, float]) -> None:

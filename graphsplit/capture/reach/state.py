@@ -22,7 +22,7 @@ from graphsplit.guards.changes import containers_in
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import freeze, holder_of
 from graphsplit.torch_ext.attributes import storage_of
-from graphsplit.torch_ext.private import disable_current_modes
+from graphsplit.torch_ext.private import disable_current_modes, has_storage
 from graphsplit.torch_ext.stand_ins import StandIn
 
 
@@ -151,7 +151,8 @@ class Reached:
     def note_constants(self, constants: Iterable[torch.Tensor]) -> None:
         """Note which tensors, that are read by other code, it can reach."""
         own = set(map(storage_of, _with_values(self.holders.values())))
-        self.constants = tuple([one for one in constants if storage_of(one) in own])
+        dense = filter(has_storage, constants)
+        self.constants = tuple([one for one in dense if storage_of(one) in own])
 
     def note_read_outside(self, places: Iterable[Place]) -> None:
         """Note which places, that are read by other code, it can reach."""
@@ -194,4 +195,5 @@ class Reached:
 
 def _with_values(holders: Iterable[Holder]) -> list[torch.Tensor]:
     tensors = (holder.tensor for holder in holders)
-    return [one for one in tensors if one is not None and not isinstance(one, StandIn)]
+    there = (one for one in tensors if one is not None and not isinstance(one, StandIn))
+    return [*filter(has_storage, there)]

@@ -28,6 +28,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
 from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import MADE_BUFFERS, buffers_of, parameters_of, storage_of
+from graphsplit.torch_ext.private import has_storage
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -106,7 +107,8 @@ def _writes_to_constants(program: ExportedProgram) -> Iterator[tuple[Node, torch
                 yield node, constants[root.name]
         if isinstance(node.target, OpaqueCall):
             changed = set(map(storage_of, node.target.reached.changed_tensors()))
-            yield from ((node, c) for c in constants.values() if storage_of(c) in changed)
+            dense = filter(has_storage, constants.values())
+            yield from ((node, constant) for constant in dense if storage_of(constant) in changed)
 
 
 def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
