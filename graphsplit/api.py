@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 def _install_recovery(job: Job) -> None:
     """When a job recovers, its script does."""
-    from graphsplit.recovery.script import RecoveringScript
-    from graphsplit.recovery.settings import SnapshotSettings
-
     settings = ClusterSettings.from_environ(os.environ)
     if settings is not None and job.recovery_policy != FAIL_FAST:
+        from graphsplit.recovery.script import RecoveringScript
+        from graphsplit.recovery.settings import SnapshotSettings
+
         job.script = RecoveringScript(job, SnapshotSettings.of(settings))
 
 

@@ -25,6 +25,7 @@ _USES = (
     *("round", "trunc", "floor", "ceil", "neg", "pos", "abs", "invert", "lt", "le", "gt", "ge"),
     *(f"{kind}{name}" for name in _ARITHMETIC for kind in ("", "r", "i")),
 )
+_INSTALLED = "site-packages"
 # What graphsplit, Python's library and torch ask of any object that they come by.
 _ASKED_OF_ALL = ("getattribute", "setattr", "delattr", "eq", "ne", "hash", "repr", "str", "format")
 
@@ -73,7 +74,9 @@ def _refusing_users(name: str) -> Callable[..., Any]:
     usual = getattr(object, name)
 
     def refuse(value: LeftThere, *args: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        file = sys._getframe(1).f_code.co_filename
+        is_passed_by = args == ("__class__",) and _INSTALLED in file  # looks at all that there is
+        if is_users(file) and not is_passed_by:
             _refuse(value, args[0] if name == "__getattribute__" else name)
         return usual(value, *args)
 

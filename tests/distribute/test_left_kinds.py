@@ -33,6 +33,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import OwnershipError
+from graphsplit.feeding.left_there import LeftThere
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -293,6 +294,17 @@ def test_what_cannot_be_sent_is_no_other_value(use: str) -> None:
         OwnershipError, match=r"left 'left', a Match, in an attribute of Unsendable"
     ):
         assert_same_bits(loop, 2)
+
+
+def test_a_library_may_look_at_all_attributes() -> None:
+    """It asks each for its class; what it does with one that it finds is refused."""
+    scope: dict[str, Any] = {}
+    code = "def is_one(v): return isinstance(v, dict)\ndef first(v): return v.first"
+    exec(compile(code, "/lib/site-packages/library.py", "exec"), scope)
+    left = LeftThere("'left', a Match", "an attribute of Unsendable, on worker 1")
+    assert not scope["is_one"](left) and copy.deepcopy([left])[0] is left
+    with pytest.raises(OwnershipError, match=r"not on this worker \(asked for by first\)"):
+        scope["first"](left)
 
 
 class Held:

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
+from graphsplit import api
 from graphsplit.errors import ClusterError, JobFailedError, OwnershipError
 from graphsplit.job import joined
-from graphsplit.recovery import install
+from graphsplit.recovery import script as recovering
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.runtime.runner import ProgramRunner
@@ -316,11 +317,11 @@ def test_what_a_script_had_before_it_joined_is_found(monkeypatch: pytest.MonkeyP
     role = {"ROLE": "MS_WORKER", "WORKER_NUM": "1", "SCHED_PORT": "1", "SCHED_HOST": "127.0.0.1"}
     for name, value in role.items():
         monkeypatch.setenv(f"MS_{name}", value)
-    monkeypatch.setattr(install, "RecoveringScript", lambda *arguments: arguments)
+    monkeypatch.setattr(recovering, "RecoveringScript", lambda *arguments: arguments)
     mine = torch.nn.Linear(2, 2)
     job: Any = SimpleNamespace(recovery_policy=RESTART, script=None)
 
-    install.install(job)
+    api._install_recovery(job)
 
     assert job.script
     assert any(one is mine for one in gc.get_objects())

@@ -111,7 +111,7 @@ def _told_in(part: Any) -> Any:
         return position_of(part)
     if isinstance(part, list):  # what is left, or all beside an index
         return len(part)
-    return part if isinstance(part, (int, float, str, type(None))) else id(part)
+    return part if isinstance(part, (int, float, str, range, type(None))) else id(part)
 
 
 def refuse_large(name: str) -> None:
