@@ -79,19 +79,9 @@ OBJECTS: dict[str, Any] = {
 
 
 # Classes from which users derive their own, in the order in which they are looked for.
-BASES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    tuple,
-    frozenset,
-    list,
-    dict,
-    set,
-    collections.deque,
+BASES: tuple[type, ...] = (
+    *(bool, int, float, complex, str, bytes, tuple, frozenset),
+    *(list, dict, set, collections.deque),
 )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from graphsplit.errors import OwnershipError
-from graphsplit.frames import is_users
+from graphsplit.frames import is_trainers, is_users
 
 _ARITHMETIC = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
@@ -25,7 +25,6 @@ _USES = (
     *("round", "trunc", "floor", "ceil", "neg", "pos", "abs", "invert", "lt", "le", "gt", "ge"),
     *(f"{kind}{name}" for name in _ARITHMETIC for kind in ("", "r", "i")),
 )
-_INSTALLED = "site-packages"
 # What graphsplit, Python's library and torch ask of any object that they come by.
 _ASKED_OF_ALL = ("getattribute", "setattr", "delattr", "eq", "ne", "hash", "repr", "str", "format")
 
@@ -75,7 +74,7 @@ def _refusing_users(name: str) -> Callable[..., Any]:
 
     def refuse(value: LeftThere, *args: Any) -> Any:
         file = sys._getframe(1).f_code.co_filename
-        is_passed_by = args == ("__class__",) and _INSTALLED in file  # looks at all that there is
+        is_passed_by = args == ("__class__",) and is_trainers(file)  # they look at all there is
         if is_users(file) and not is_passed_by:
             _refuse(value, args[0] if name == "__getattribute__" else name)
         return usual(value, *args)
