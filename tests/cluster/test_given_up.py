@@ -125,6 +125,17 @@ def test_an_end_that_the_launcher_saw_is_a_loss_even_if_the_stream_says_nothing(
     assert scheduler.last(0).cause.headline.endswith("was lost: its process was killed by SIGKILL")
 
 
+@pytest.mark.parametrize("is_stream_first", [True, False])
+def test_a_member_that_ended_for_what_it_alone_saw_is_lost_for_that(drive, is_stream_first):
+    scheduler = drive(num_workers=2).form()
+    told = [Disconnected(1), ended(1, how="ended with status 1", error="its link ended (why)")]
+    for event in told if is_stream_first else reversed(told):
+        scheduler.feed(event)
+    scheduler.pass_time(0.4)
+    lost = "was lost: its process ended with status 1: its link ended (why)"
+    assert scheduler.last(0).cause.headline.endswith(lost)
+
+
 def test_the_end_of_a_former_process_of_a_rank_means_nothing(drive):
     scheduler = drive(num_workers=2).form()
     scheduler.feed(ended(1, pid=99))

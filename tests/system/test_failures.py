@@ -81,6 +81,17 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert re.search(rf"^\[graphsplit\] worker 4 ended because worker 2 {lost}", tutorial, re.M)
 
 
+def test_a_worker_whose_connection_to_the_scheduler_broke_is_named_with_that():
+    """It ends, with a status that says nothing; what it knows of its end is told everywhere."""
+    job = run_job("failing.py", "cut off", workers=3)
+    broke = r"the connection to the scheduler at \S+ ended \(UNAVAILABLE: "
+    lost = rf"worker 1 \(host \S+, pid \d+\) was lost: its process ended with status 1: {broke}"
+    assert re.search(rf"^graphsplit: {lost}", job.output, re.MULTILINE), job.output
+    for process in ("scheduler", "worker 0", "worker 2"):
+        assert re.search(lost, "\n".join(job.lines_of(process))), job.output
+    assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
+
+
 def test_children_that_the_script_forks_end_and_a_module_that_nobody_was_given_is_named():
     job = run_job("failing.py", "forks", workers=3)
     assert job.status == 0, job.output

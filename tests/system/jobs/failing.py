@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +48,8 @@ class Trouble(gs.callbacks.Callback):
                 subprocess.run(["bash", "-c", command], cwd=folder, check=True)
             if WHAT == "raises":
                 raise RuntimeError("a user's bug")
+            if WHAT == "cut off":
+                cut_off()
             if WHAT == "forks" and os.fork() == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
@@ -55,6 +59,15 @@ class Trouble(gs.callbacks.Callback):
                     print(f"pool: {pool.map(abs, [-1, -2])}", flush=True)
         elif WHAT == "killed" and gs.get_rank() == 2:
             time.sleep(60)  # busy with something else when the others fail
+
+
+def cut_off() -> None:
+    """Break the connection to the scheduler, as a network or a fault of its library may."""
+    port = int(os.environ["MS_SCHED_PORT"])
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] == port:
+                link.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ def note_end(job: JobState, event: ToldByLauncher) -> None:
         ending.fail(job, cause)
     elif worker is not None:
         worker.is_gone = True
-        how = causes.ended_process(note.how)
+        how = causes.ended_process(note.how, note.error)
         if worker.is_lost and not worker.is_leaving:
             job.liveness.suspicion.explain_loss(worker.cause("lost", how))
         _lose(job, worker, how)

@@ -33,9 +33,9 @@ def ended(rank: int, host: str, pid: int, how: str, error: str) -> FailureCause:
     return FailureCause("lost", ended_process(how), rank=rank, host=host, pid=pid)
 
 
-def ended_process(how: str) -> str:
-    """The message about a worker whose process the launcher saw end."""
-    return f"lost: its process {how}"
+def ended_process(how: str, error: str = "") -> str:
+    """The message about a worker whose process the launcher saw end, and what it left as reason."""
+    return f"lost: its process {how}" + (f": {error}" if error else "")
 
 
 def did_not_return(silence_s: float) -> str:
