@@ -79,8 +79,8 @@ def own_error(
     calls = _LastCall(fake_mode, effects)
     with _buffers_kept(root) as is_kept:
         try:
+            given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
             with fake_mode, effects, calls, averages_in_parts():
-                given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
                 run(*given[0], **given[1])
         except Exception as other:
             if type(other) is not type(error) or _first_line(other) != _first_line(error):
@@ -158,13 +158,15 @@ class _LastCall(TorchCalls):
     ) -> Any:
         if may_write(function, kwargs):
             self._effects.has_any = True  # `b.data = ...` is no operation
-            to_fake = self._fake_mode.from_tensor
-            args, kwargs = pytree.tree_map_only(torch.Tensor, to_fake, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         try:
             return function(*args, **kwargs)
         except Exception as error:
             self._error, self._call = error, (function, (args, kwargs))
             raise
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake_mode.from_tensor(tensor)
 
     def again(self, error: Exception) -> Exception | None:
         """The function's error for tensors that have values: zeros."""

@@ -142,3 +142,29 @@ def test_beside_a_scripted_module_the_own_error_leads() -> None:
     network = nn.Sequential(scripted, nn.Linear(5, 3))
     with pytest.raises(CaptureError, match=r"mat1 and mat2 shapes cannot be multiplied"):
         captured(network, torch.randn(8, 4))
+
+
+class Asking(nn.Module):
+    """Asks for the gradient of its input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.conv(x.clone().requires_grad_()).relu_())
+        return h.detach().requires_grad_().square()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_input_with_a_gradient_hides_no_error(inplace: bool) -> None:
+    network, x = Asking(), torch.randn(2, 3, 3, requires_grad=True)
+    if inplace:
+        network.norm = nn.Sequential(nn.LeakyReLU(inplace=True), network.norm)
+    with pytest.raises(ValueError, match="more than 1 spatial element") as caught:
+        copy.deepcopy(network)(x)
+    found = own_error(network, network.__call__, ((x,), {}), caught.value)
+    assert found is not None
+    assert found.text.startswith("ValueError: Expected more than 1 spatial element")
+    assert found.module in ("norm", "norm.1")
+    assert x.requires_grad
