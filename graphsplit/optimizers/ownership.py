@@ -191,6 +191,22 @@ class Elsewhere(StandIn):
         if asked != "grad" or sys._getframe(3).f_code not in ZERO_GRADS:
             raise OwnershipError(self._message(asked))
 
+    def as_data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The data of a tensor that is set to this one; what all workers have moves there.
+
+        Raises:
+            OwnershipError: The tensor is of a Model that has run, or this one's memory is shared.
+        """
+        if isinstance(tensor, Elsewhere):
+            return self
+        if is_made(self) and tensor.shape == self.shape and tensor.dtype == self.dtype:
+            _move(tensor, self)
+        if (move := moved(tensor)) is None:
+            self.need_value("data")
+        else:
+            move.num_writes = None  # its owner does not count that
+        return self
+
     def true_strides(self) -> tuple[int, ...]:
         """The strides that the tensor has on its worker."""
         strides: tuple[int, ...] = getattr(self, WHOSE)[2]
@@ -209,6 +225,8 @@ class Elsewhere(StandIn):
             f"the device, and in a job that recovers the dtype, before the first step. To write, "
             f"let all workers do so between two steps, in place and under torch.no_grad()."
         )
+        if asked == "data":
+            fix = f"p.data.copy_(value), where both live on worker {owner}: place both alike."
         if asked in _WRITING:
             fix = (
                 f"let what is written to with it live on worker {owner} too: place both alike, and "
@@ -331,29 +349,19 @@ def _write_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         func(written, *given, **options)
 
 
-def _is_set(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor has been given other data, as far as that concerns this worker."""
-    if tensor is value or (isinstance(tensor, Elsewhere) and tensor.is_whole(value)):
+def _is_set(tensor: Elsewhere, value: torch.Tensor) -> bool:
+    """Whether a stand-in has been given other data, as far as that concerns this worker."""
+    if tensor is value or tensor.is_whole(value):
         return True  # ``p.data += 1`` sets what it was given
-    if tensor.shape != value.shape:
-        return False
     is_other = tensor.dtype != value.dtype
-    if is_other and not Elsewhere.may_move():
-        return False  # who comes back would not know of it
-    if isinstance(tensor, Elsewhere) and _is_of_its_own(value, tensor):
-        if is_other:
-            _recast(tensor, value.dtype)
-        tensor.note_write()
-        return True
+    if tensor.shape != value.shape or (is_other and not Elsewhere.may_move()):
+        return False  # of another dtype, who comes back would not know
+    if not _is_of_its_own(value, tensor):
+        return False
     if is_other:
-        return False
-    _move(tensor, value)
-    found = moved(tensor)
-    if found is None or not isinstance(value, Elsewhere):
-        return False
-    found.num_writes = None
-    owner: int = getattr(value, WHOSE)[1]
-    return owner == found.owner
+        _recast(tensor, value.dtype)
+    tensor.note_write()
+    return True
 
 
 def _is_of_its_own(value: torch.Tensor, tensor: Elsewhere) -> bool:

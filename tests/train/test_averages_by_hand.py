@@ -54,6 +54,10 @@ def parts(one: torch.Tensor, other: torch.Tensor) -> None:
     one.view(-1)[0] = other.view(-1)[1]
 
 
+def set_data(one: torch.Tensor, other: torch.Tensor) -> None:  # as byol-pytorch does it
+    one.data = 0.9 * one.data + 0.1 * other.data
+
+
 def by_state(average: Any, net: Any) -> None:  # as ModelEmaV2 of timm does it
     with torch.no_grad():
         states = average.state_dict().values(), net.state_dict().values()
@@ -92,6 +96,8 @@ UPDATES: dict[str, Update] = {
     "expression": pairwise(lambda one, other: one.copy_(0.9 * one + 0.1 * other)),
     "difference": pairwise(lambda one, other: one.sub_(0.1 * (one - other))),
     "parts": pairwise(parts),
+    "set data": pairwise(set_data),
+    "set to a copy": pairwise(lambda one, other: setattr(one, "data", other.data.clone())),
     "state": by_state,
     "in one call": in_one_call,
     "kept state": kept_state,
@@ -184,6 +190,34 @@ def test_what_shares_memory_with_an_unknown_tensor_is_refused() -> None:
 
     with pytest.raises(OwnershipError, match=r"'second\.bias' lives on worker 1.*add_"):
         train_unlike(update)
+
+
+def test_the_memory_of_a_value_is_not_shared_with_an_average() -> None:
+    with pytest.raises(OwnershipError, match=r"asked for by data.*\n.*p\.data\.copy_\(value\)"):
+        train_unlike(lambda rank, one, net: setattr(one.second.bias, "data", net.second.bias.data))
+
+
+def test_a_target_on_another_worker_is_not_set_to_values_that_are_not_there() -> None:
+    class Follows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.target = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.online(x) * self.target(x)
+            return made
+
+    def run(rank: int) -> None:
+        net: Any = Follows()
+        net.online.place("MS_WORKER", 0)
+        net.target.place("MS_WORKER", 1)
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.online.parameters(), lr=0.05))
+        for batch in BATCHES:
+            model.train_step(*batch)
+            set_data(net.target.weight, net.online.weight)
+
+    with pytest.raises(OwnershipError, match=r"asked for by data.*\n.*place both alike"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
 
 
 def test_where_lost_workers_come_back_it_is_refused_before_the_first_use() -> None:
