@@ -2,6 +2,7 @@
 
 Torch asks no ``__torch_function__`` about ``apply``: forward would run on stand-ins, and what it
 returns would have lost its history. So ``apply`` is an operation of the script as any other one.
+Nor is it asked about ``Variable(tensor)`` of old scripts, which is ``tensor.detach()``.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from graphsplit.distribute.values import LoopValue, operate
+from graphsplit.distribute.values import LoopValue, as_value, operate
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import are_subclasses_asked, pytree
-from graphsplit.torch_ext.replaced import APPLY_FUNCTION, call_instead
+from graphsplit.torch_ext.replaced import APPLY_FUNCTION, VARIABLE, call_instead, make_instead
 
 
 @functools.cache
 def watch_functions() -> None:
     """Run functions where their operands are, from now on."""
     call_instead(vars(APPLY_FUNCTION[0])["apply"].__func__, _apply)
+    make_instead(VARIABLE, _variable)
 
 
 def _apply(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,6 +40,15 @@ def _apply(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(map(is_value, pytree.tree_leaves(found))):
         raise ConfigurationError(_CHECKPOINT if "checkpoint" in kind.__module__ else _HIDDEN)
     return found
+
+
+def _variable(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``Variable(data, requires_grad=False)``: a tensor of the same memory, without history."""
+    given = {**dict(zip(("data", "requires_grad"), args, strict=False)), **kwargs}
+    data = given.pop("data", None)
+    if not are_subclasses_asked() or not is_value(data):
+        return original(*args, **kwargs)
+    return as_value(data).detach().requires_grad_(bool(given.get("requires_grad", False)))
 
 
 def is_value(leaf: Any) -> bool:

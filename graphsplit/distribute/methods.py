@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,12 +145,27 @@ def _to_cuda(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _to(torch.Tensor.to, (args[0], where or torch.device("cuda")), given)
 
 
+def _type(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``value.type()``, and ``value.type(torch.LongTensor)``, which names a device as well."""
+    given = dict(zip(("self", "dtype"), args, strict=False))
+    value, kind = as_value(given["self"]), given.get("dtype", kwargs.get("dtype"))
+    if isinstance(kind, str):
+        kind = functools.reduce(getattr, kind.removeprefix("torch.").split("."), torch)
+    if kind is None:
+        where = device_of(value) if torch.accelerator.is_available() else torch.device("cpu")
+        return torch.empty(0, dtype=value.dtype, device=where).type()
+    if isinstance(kind, torch.dtype):
+        return operate(torch.Tensor.to, (value, kind), {})
+    where = torch.device("cuda" if kind.is_cuda else "cpu")
+    return _to(torch.Tensor.to, (value, where, kind.dtype), {})
+
+
 _OF_MEMORY = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "__dlpack__", "set_")
 SPECIAL.update({name: _memory for name in (*_OF_MEMORY, "__dlpack_device__", "share_memory_")})
 SPECIAL.update({name: _asked for name in _ASKING})
 SPECIAL.update(__len__=_length, register_hook=_hooked, to=_to, cpu=_to_cpu, cuda=_to_cuda)
 SPECIAL.update(__iter__=lambda func, args, kwargs: iter(torch.Tensor.unbind(args[0], 0)))
-SPECIAL.update(retain_grad=_retained)
+SPECIAL.update(retain_grad=_retained, type=_type)
 
 
 # Operations on many values at once, such as the gradients of all parameters: each where it is.

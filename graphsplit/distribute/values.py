@@ -35,6 +35,7 @@ from graphsplit.torch_ext.private import (
     is_checkpointing,
     make_wrapper,
     pytree,
+    take_form,
 )
 
 Function = Callable[..., Any]
@@ -250,7 +251,9 @@ class LoopValue(torch.Tensor):
     ) -> Any:
         raise ConfigurationError(
             f"{func} came upon a value that lives on one worker, in code that hides operations "
-            f"from tensors\n  Fix: pass it value.detach().cpu().numpy(), or do it inside forward."
+            f"from tensors, as torch.tensor(value) and torch.FloatTensor(value) do\n"
+            f"  Fix: value.detach().clone(), or with another dtype value.detach().to(dtype); for "
+            f"other code value.detach().cpu().numpy(), or do it inside forward."
         )
 
 
@@ -340,8 +343,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
     if loop.rank != home and name in _INDEXING:  # how many a mask takes is not seen in shapes
         args = (args[0], as_positions(args[1], by_brackets=name in _BY_BRACKETS), *args[2:])
-        given, together, is_flat = taken_apart(args, kwargs)
-        found = given
+        found, together, is_flat = taken_apart(args, kwargs)
+        given = found
     key = None
     if is_flat and casting_dtype() is None:
         looks = [leaf.held if isinstance(leaf, LoopValue) else leaf for leaf in found]
@@ -359,8 +362,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     result, draws = run_or_follow(func, name, inside, together, key, is_here=loop.rank == home)
     if loop.is_calling and any(map(torch.is_tensor, pytree.tree_leaves(result))):
         refuse_inside(loop, name)
-    if draws:
-        _take_generator(loop, home)
+    _take_up(targets, loop, home, draws=draws)
     known = {
         id(value.held): leaf
         for value, leaf in zip(found, given, strict=True)
@@ -477,6 +479,15 @@ def _operand(leaf: Any, home: int, loop: Loop, name: str, *, as_it_is: bool) -> 
         return leaf
     is_device = isinstance(leaf, torch.device) or (name == "to" and isinstance(leaf, str))
     return META if is_device else leaf
+
+
+def _take_up(targets: Sequence[Any], loop: Loop, home: int, *, draws: bool) -> None:
+    """An operation has run: what it wrote to has other forms by ``t_()`` and ``resize_()``."""
+    if draws:
+        _take_generator(loop, home)
+    for target in targets:
+        if isinstance(target, LoopValue) and take_form(target, target.held):
+            target._known, target._copies = None, {}
 
 
 def _take_generator(loop: Loop, home: int) -> None:

@@ -106,6 +106,7 @@ __all__ = [
     "set_grad_enabled",
     "storage_at",
     "storage_use_count",
+    "take_form",
     "throw_on_mutable_data_ptr",
 ]
 
@@ -226,6 +227,15 @@ def make_wrapper(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:
     make: Any = torch.Tensor._make_wrapper_subclass
     with torch.no_grad():
         return make(kind, inner.shape, strides=inner.stride(), dtype=inner.dtype, device="cpu")
+
+
+def take_form(wrapper: torch.Tensor, inner: torch.Tensor) -> bool:
+    """Let a wrapper look like the tensor inside again, if it does not; tells whether it did not."""
+    with DisableTorchFunctionSubclass():
+        if wrapper.shape == inner.shape and wrapper.stride() == inner.stride():
+            return False
+        wrapper.data = make_wrapper(type(wrapper), inner)
+    return True
 
 
 def mode_options(mode: str) -> dict[str, Any]:

@@ -54,6 +54,9 @@ FORMAT: Patch = (torch.Tensor, "__format__")
 TEXT: Patch = (torch.Tensor, "__repr__")
 ANNOTATE: Patch = (torch.fx.traceback, "annotate")
 
+# What old scripts make tensors by; torch asks no class of a tensor about it.
+VARIABLE: Any = torch.autograd.Variable
+
 # What a script's own loop reads its batches by: watched from the first such loop on.
 READ_LOADER: Patch = (torch.utils.data.DataLoader, "__iter__")
 
@@ -177,6 +180,13 @@ def call_instead(function: Any, call: Call) -> None:
     _calls.append(lambda args, kwargs: call(original, args, kwargs))
     function.__code__ = space["make"](*function.__code__.co_freevars).__code__
     function.__defaults__ = function.__kwdefaults__ = None
+
+
+def make_instead(kind: Any, call: Call) -> None:
+    """Have a class, whose own class makes no others, call a function to make an object."""
+    type(kind).__call__ = lambda cls, *args, **kwargs: call(
+        partial(type.__call__, cls), args, kwargs
+    )
 
 
 def copy_modules_by(copied: Callable[[nn.Module, dict[int, Any]], Any]) -> None:

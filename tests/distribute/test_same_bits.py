@@ -11,6 +11,7 @@ import loops
 import pytest
 import several_networks
 import torch
+import well_known_loops
 from loop_helpers import Loop, assert_same_bits
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
@@ -34,7 +35,9 @@ def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "loop", [*kinds_of_loops.LOOPS, *several_networks.MORE], ids=lambda loop: loop.__name__
+    "loop",
+    [*kinds_of_loops.LOOPS, *several_networks.MORE, *well_known_loops.LOOPS],
+    ids=lambda loop: loop.__name__,
 )
 def test_a_loop_that_does_more_has_them_too(loop: Loop) -> None:
     assert_same_bits(loop, 3)

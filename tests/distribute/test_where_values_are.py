@@ -9,6 +9,7 @@ import kinds_of_loops
 import loops
 import pytest
 import torch
+import well_known_loops
 from loop_helpers import Distribute, Loop, assert_same_bits, placed, raised
 from recovery_helpers import threads_as_workers
 from torch import nn
@@ -55,7 +56,7 @@ def moving(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
 @pytest.mark.usefixtures("an_accelerator")
 @pytest.mark.parametrize(
     "loop",
-    [moving, loops.usual, loops.averaged, kinds_of_loops.moved],
+    [moving, loops.usual, loops.averaged, kinds_of_loops.moved, well_known_loops.old_names],
     ids=lambda one: one.__name__,
 )
 def test_loops_have_the_bits_of_one_process(loop: Loop) -> None:
