@@ -32,6 +32,7 @@ from graphsplit.guards.values import (
     any_leaf,
     differences,
     freeze,
+    holder_of,
     is_plain,
     items_of,
     paired,
@@ -257,11 +258,25 @@ def changes_of(
         CaptureError: Something was left that cannot be left again, and that is read.
     """
     try:
-        found = list(_changes_in(noted, has_made))
+        found = list(_changes_in(from_before(noted), has_made))
     finally:
         put_all_back(noted.values())
     made = [_with_numbers(change, compute) for change in found]
     return tuple(change for change in made if _can_be_left(change))
+
+
+def from_before(noted: Mapping[Any, Noted]) -> dict[Any, Noted]:
+    """The places but those in containers that forward has made, which the next step makes anew."""
+    found = {key: one for key, one in noted.items() if not one.place.is_inside}
+    held, new = set[int](), list(found.values())
+    while new:
+        held.update(id(holder_of(item)) for one in new for item in containers_in(one.first))
+        inner = {
+            k: one for k, one in noted.items() if k not in found and id(one.place.holder) in held
+        }
+        found.update(inner)
+        new = list(inner.values())
+    return {key: one for key, one in noted.items() if key in found}
 
 
 def _changes_in(noted: Mapping[Any, Noted], has_made: Callable[[Any], bool]) -> Iterator[Change]:

@@ -230,7 +230,30 @@ def _set_that_was_large() -> tuple[set[int], list[float]]:
     return large, []
 
 
+def _leaves_new_ones_and_reads_them(net: Any, h: torch.Tensor) -> torch.Tensor:
+    net.x = {"a": [net.y, {"b": (net.y,)}]}
+    net.y += 1
+    made: torch.Tensor = h * net.x["a"][1]["b"][0]
+    return made
+
+
+def _finds_new_ones(step: int, net: Any) -> None:
+    """What it has written to is no part of what the next step leaves."""
+    last = net.y - 1
+    assert not step or net.x == {"a": [last, {"b": (last,)}]}, net.x
+    if step:
+        net.x["a"].append(step)
+
+
 CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
+    "new ones that forward reads": (
+        *(_leaves_new_ones_and_reads_them, _finds_new_ones),
+        lambda: (None, 1),
+    ),
+    "new ones of microbatches": (
+        *(_leaves_new_ones_and_reads_them, _finds_new_ones),
+        lambda: (None, 1.0),
+    ),
     "asked": (_asks_whether_one, _joins, lambda: ([1.0], [1.0])),
     "joined by the script": (_changes_one, _joins, lambda: ([1.0], [1.0])),
     "arrays": (_changes_one, _joins, lambda: (np.ones(2), np.ones(2))),
@@ -260,7 +283,7 @@ CASES: dict[str, tuple[Forward, Script, Callable[[], tuple[Any, Any]]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:network or loss reads")
-@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 10, strict=False)))
+@pytest.mark.parametrize(("case", "microbatches"), list(zip(CASES, [1, 4] * 11, strict=False)))
 def test_a_container_in_two_places_is_one(case: str, microbatches: int) -> None:
     _follows(*CASES[case], microbatches)
 

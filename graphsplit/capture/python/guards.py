@@ -31,7 +31,7 @@ from graphsplit.capture.state.owned_tensors import Key
 from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
 from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.frames import users_line_now
-from graphsplit.guards.changes import Change, changes_of, put_all_back
+from graphsplit.guards.changes import Change, changes_of, from_before, put_all_back
 from graphsplit.guards.check import Guards, Watched
 from graphsplit.guards.code_facts import library_places, names_used_by, torch_places
 from graphsplit.guards.places import Place, PlaceKind, entry
@@ -338,7 +338,7 @@ class StateWatch:
         free = {place.identity for place in self._lifted.places}
         watched = [
             _watched(noted, has_symbols=bool(free))
-            for identity, noted in recorder.noted.items()
+            for identity, noted in from_before(recorder.noted).items()
             if noted.is_read and identity not in free and not is_ignored(noted.place)
         ]
         for module in of_calls:
