@@ -39,6 +39,7 @@ from graphsplit.optimizers.own_step import OWN_HOOKS
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed
 from graphsplit.optimizers.update import rules_problems
+from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.data_attribute import watch_data
 from graphsplit.torch_ext.eager_mode import fuse_layers_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -87,6 +88,9 @@ def before_step(
         loop = next((found for net, found in _networks.items() if _has_any(net, parameters)), None)
     if is_stepping or loop is None:
         return None
+    if isinstance(optimizer, torch.optim.LBFGS):
+        _note_lbfgs(optimizer, loop)
+        return None
     _check_rules(optimizer, has_closure=closure is not None)
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     if closure is not None:
@@ -103,6 +107,20 @@ def before_step(
     plain.__enter__()
     _under_way.append((optimizer, loop, parameters, (plain, stepping)))
     return given
+
+
+def _note_lbfgs(optimizer: torch.optim.LBFGS, loop: Loop) -> None:
+    """LBFGS looks at all parameters at once: its step computes with values, as the script does.
+
+    Raises:
+        ConfigurationError: The job recovers, and what it keeps would not be brought back.
+    """
+    if loop.job.recovery_policy != FAIL_FAST:
+        raise ConfigurationError(
+            "optimizer.step(): LBFGS keeps values of several workers, which are not brought back "
+            "in a job that recovers\n  Fix: leave GS_RECOVERY unset, or use another optimizer."
+        )
+    loop.taken.note_step(optimizer, settings_of(optimizer))
 
 
 def _check_rules(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:

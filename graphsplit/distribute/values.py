@@ -22,6 +22,7 @@ from graphsplit.distribute.following.operands import (
     from_last,
     refuse_written_leaf,
     taken_apart,
+    told_factors,
     written,
 )
 from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
@@ -321,7 +322,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         with torch.autograd.graph.saved_tensors_hooks(keep, keep):
             return _operation(func, name, args, kwargs)
     refuse_written_leaf(written(name, args, kwargs))
-    args = _with_told_indices(name, args)
+    args, kwargs = _with_told_indices(name, args), told_factors(kwargs)
     given, together, is_flat = taken_apart(args, kwargs)
     found = from_last(as_value, given)
     args, kwargs = together(found)

@@ -318,8 +318,8 @@ def rules_problems(optimizers: Any, clip: Any, scaler: Any) -> list[str]:
             )
         elif isinstance(optimizer, torch.optim.LBFGS):
             problems.append(
-                "LBFGS runs the step several times by a closure, which several workers cannot do "
-                "together; use another optimizer"
+                "LBFGS runs the step several times by a closure, which a Model does not; use "
+                "another optimizer, or keep your loop and give it gs.distribute(net)"
             )
         elif any(group.get("differentiable") for group in optimizer.param_groups):
             problems.append(

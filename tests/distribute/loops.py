@@ -396,7 +396,23 @@ def of_its_class(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield other(torch.ones(1, 4)).detach(), head(torch.ones(1, 4)).detach(), head.state_dict()
 
 
+def all_at_once(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A step with a closure that makes the first call of the network, and no ``zero_grad``."""
+    net = small(ranks)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1)
+    net, x = distribute(net), torch.randn(6, 8)
+
+    def closure() -> Any:
+        loss = net(x).square().sum()
+        loss.backward()
+        return loss
+
+    yield optimizer.step(closure).item()  # type: ignore[no-untyped-call]
+    yield dict(net.state_dict())
+
+
 LOOPS: tuple[Loop, ...] = (
+    all_at_once,
     of_its_class,
     usual,
     overflowing,

@@ -132,14 +132,6 @@ def functional(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield torch.func.functional_call(net, dict(small(ranks).named_parameters()), (x,))
 
 
-def closure_at_once(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """A step with a closure, which makes the first call of the network."""
-    net = small(ranks)
-    optimizer = torch.optim.LBFGS(net.parameters())
-    net = distribute(net)
-    yield optimizer.step(lambda: net(torch.randn(6, 8)).sum())  # type: ignore[no-untyped-call]
-
-
 class Coupled(torch.optim.SGD):
     """Divides gradients by the norm of all, inside of step."""
 
@@ -218,7 +210,6 @@ def data_of_another_worker(distribute: Distribute, ranks: list[int]) -> Iterator
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
-        (closure_at_once, "LBFGS runs the step several times"),
         (normalized_at_first, "pass weight.clone() to that operation"),
         (compiled, "torch.compile around a distributed network"),
         (compiled_later, "torch.compile around a distributed network"),

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 
 def test_own_loops_have_the_bits_of_one_process_over_shared_memory() -> None:
-    loops = ["usual", "several", "language", "by_hand", "own_optimizer"]
+    loops = ["all_at_once", "usual", "several", "language", "by_hand", "own_optimizer"]
     job = run_job("own_loops.py", *loops, "refused", workers=2, GS_TRANSPORT="shm")
 
     assert job.status == 0, job.output[-4000:]

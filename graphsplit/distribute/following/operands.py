@@ -15,6 +15,7 @@ _OPERATORS = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv"),
     *("mod", "pow", "and", "or", "xor"),
 )
+_FACTORS = ("alpha", "beta")
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 # Functions that write to operands if a flag is set: the flag, its place, those operands' places.
 _STATISTICS = {"running_mean": 1, "running_var": 2}
@@ -28,6 +29,12 @@ _SET_AT_FIRST = frozenset({"use_input_stats"})
 # Torch's own functions of these names have other places, and no argument is left out.
 _OF_TORCH = {"batch_norm": 9, "instance_norm": 9}
 _STATISTICS_OF_TORCH = {"running_mean": 3, "running_var": 4}
+
+
+def told_factors(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With numbers where torch takes nothing else, and asks a tensor for its own."""
+    asked = {k: kwargs[k].item() for k in _FACTORS if isinstance(kwargs.get(k), torch.Tensor)}
+    return kwargs | asked if asked else kwargs
 
 
 def taken_apart(
