@@ -28,7 +28,7 @@ from graphsplit.distribute.following.operands import (
 from graphsplit.distribute.following.run import is_known, key_of, run_or_follow
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow, refuse_inside, told_place
 from graphsplit.distribute.workers.loop import META, Loop, shape_of, way
-from graphsplit.distribute.workers.twins import Twin, is_shared
+from graphsplit.distribute.workers.twins import Twin, is_shared_unseen
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
@@ -205,7 +205,7 @@ class LoopValue(torch.Tensor):
         """
         if isinstance(tensor, LoopValue) or hasattr(type(tensor), "as_loop_value"):
             return self
-        if self.is_gradient or is_shared(self.held):
+        if self.is_gradient or is_shared_unseen(self.held, LoopValue):
             raise ConfigurationError(
                 "data of a plain tensor, or of a network before its first call, was set to a "
                 "parameter or another value that lives on one worker and is held elsewhere too: in "

@@ -8,6 +8,7 @@ So is a write to a value with a history that a call has returned with another in
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -140,6 +141,15 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the same memory."""
     # One more use is that of the object through which the number is asked for.
     return storage_use_count(storage_of(tensor)) > 2
+
+
+def is_shared_unseen(tensor: torch.Tensor, kind: type[Any]) -> bool:
+    """Whether another tensor has the same memory that no value of a loop holds: see ``Twins``."""
+    if not is_shared(tensor):
+        return False
+    memory = storage_of(tensor)
+    values = (one for one in gc.get_objects() if type(one) is kind)
+    return storage_use_count(memory) - 1 > sum(storage_of(one.held) == memory for one in values)
 
 
 def _error(twin: Twin, then: str) -> ConfigurationError:
