@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -333,3 +334,32 @@ ASKING: dict[str, Callable[[Any, torch.Tensor], bool]] = {
 def test_a_call_that_asks_where_a_value_comes_from_is_refused(asked: str) -> None:
     with pytest.raises(CaptureError, match=r"asks how a value(.|\n)*test_opaque_returns.py:\d"):
         _train_asking(ASKING[asked], 1)
+
+
+class Renewing(nn.Module):
+    """Another parameter takes a place: for the call's time, or from now on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        a, b = self.a, self.b
+        before = a.weight
+        if self.kind == "exchanged":
+            a.weight, b.weight = b.weight, a.weight
+        else:
+            a.weight = nn.Parameter(before * 0.9)
+        h = b(a(h))
+        if self.kind == "put back":
+            a.weight = before
+        return h
+
+
+@pytest.mark.parametrize("kind", ["exchanged", "new", "put back"])
+def test_another_parameter_in_a_place_is_refused_unless_it_is_put_back(kind: str) -> None:
+    message = r"(?s)Renewing \(inner\) puts another parameter into weight of Linear .*Fix: write"
+    refused = pytest.raises(StepFailedError, match=message)
+    with refused if kind != "put back" else nullcontext():
+        compare(lambda: Renewing(kind), plainly, APART)

@@ -20,7 +20,7 @@ from graphsplit.capture.observe import Pretence
 from graphsplit.capture.operations.opaque_call import OpaqueCallError
 from graphsplit.capture.structure import take_apart
 from graphsplit.guards.values import SYMBOLIC
-from graphsplit.torch_ext.attributes import steps_behind
+from graphsplit.torch_ext.attributes import PARAMETERS, steps_behind
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
 
@@ -128,6 +128,7 @@ class Runnable:
             for mode in self.modes:
                 stack.enter_context(mode)
             found = self.function(*args, **kwargs)
+            self._check_places(state)
         self._check_marks(marks, state)
         leaves = [found] if isinstance(found, torch.Tensor) else take_apart(found)[0]
         self._check_structure(leaves)
@@ -142,6 +143,20 @@ class Runnable:
         if self.checks_graph:
             self._check_graph(outputs, operands)
         return outputs
+
+    def _check_places(self, state: Sequence[torch.Tensor]) -> None:
+        """Refuse another parameter in a place: workers and optimizers know the one before."""
+        for tensor, where in zip(state, self.places, strict=True):
+            for place in where:
+                held = getattr(place.module, place.kind).get(place.name)
+                if place.kind == PARAMETERS and held is not tensor:
+                    raise OpaqueCallError(
+                        f"{self.label} puts another parameter into {place.name} of "
+                        f"{type(place.module).__name__} while it runs; the optimizer and the other "
+                        f"workers would not know it\n"
+                        f"  Fix: write new values into what is there "
+                        f"(self.{place.name}.data.copy_(value)), or make it a buffer."
+                    )
 
     def _check_marks(self, marks: Sequence[bool], state: Sequence[torch.Tensor]) -> None:
         """Refuse to train what was frozen when the plan was made, or the reverse."""
