@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from graphsplit.check.record import (
     LIVES_SOMEWHERE,
+    STEPS,
     TORCHS,
     UNTOUCHED,
     NotedValue,
@@ -193,8 +194,9 @@ def compare(plain: Sequence[Notes], workers: Sequence[Sequence[Notes]]) -> RunCo
 
 
 def _add(count: _Count, expected: Notes, found: Sequence[Notes | None]) -> None:
-    count.models.add(expected.model)
-    count.steps += expected.what is What.STEP
+    is_loop = expected.what is What.LOOP_STEP
+    count.models.add(0 if is_loop else expected.model)  # networks are counted as one
+    count.steps += expected.what in STEPS
     count.calls += expected.what in (What.EVAL, What.PREDICT)
     count.values += sum(len(record.values) for record in found if record is not None)
 
@@ -243,7 +245,7 @@ def _difference(
             for key, value in known.items()
             if key not in mine and value.kind not in LIVES_SOMEWHERE
         ]
-    if expected.what in (What.STEP, What.BATCH):
+    if expected.what in STEPS | {What.BATCH}:
         unequal += [
             Unequal(value, None)
             for key, value in known.items()

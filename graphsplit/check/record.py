@@ -20,6 +20,11 @@ class What(Enum):
     BATCH = "forward_backward"
     EVAL = "eval"
     PREDICT = "predict"
+    LOOP_STEP = "optimizer.step() in a loop of the script's own"
+
+
+STEPS = frozenset({What.STEP, What.LOOP_STEP})
+"""What counts as a training step."""
 
 
 class NoteKind(Enum):

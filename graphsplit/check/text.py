@@ -58,8 +58,8 @@ def findings(comparison: RunComparison, *, asked: int) -> Findings:
             _told(
                 ["the script built no gs.Model, or never called it: there is nothing to compare"],
                 "",
-                "check a script that trains a gs.Model (train, train_step, step). Loops of one's "
-                "own (gs.distribute) are not compared.",
+                "check a script that trains a gs.Model (train, train_step, step), or a network of "
+                "gs.distribute by an optimizer.",
             ),
         )
     if comparison.num_steps == 0:
@@ -201,6 +201,8 @@ def _moment(record: Notes) -> str:
         return f"the start, before the first training step {model}"
     if record.what is What.STEP:
         return f"training step {record.number} {model}"
+    if record.what is What.LOOP_STEP:
+        return f"step {record.number} of an optimizer of network {record.model}"
     return f"call {record.number} of {record.what.value} {model}"
 
 

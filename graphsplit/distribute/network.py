@@ -53,6 +53,7 @@ from graphsplit.torch_ext.private import (
 from graphsplit.torch_ext.stand_ins import StandIn
 from graphsplit.torch_ext.steering import owned_state
 from graphsplit.train.arguments import problems_of_dynamic_dims
+from graphsplit.witness.own_loops import watch_loop
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -106,6 +107,7 @@ def distribute(
     if job is None or job.num_workers == 1:
         if is_deferred(net):
             materialize(net)
+        watch_loop(net)
         return net
     job.script.begin_own_loop()
     task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
@@ -113,6 +115,7 @@ def distribute(
     install(net, Loop.of(job))
     watch_loaders(_has_others)
     watch_tables()
+    watch_loop(net)
     return net
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphsplit.check.record import (
+    STEPS,
     NotedValue,
     NoteKind,
     Notes,
@@ -30,10 +31,10 @@ from graphsplit.witness.values import Generators, ModelValues, plain_value, tens
 def witness_for(task: Task) -> Witness | None:
     """The witness that sees what a new Model computes; None where nobody asks."""
     file = requested_file(os.environ)
-    return None if file is None else Witness(_notebook(file), task)
+    return None if file is None else Witness(notebook(file), task)
 
 
-class _Notebook:
+class Notebook:
     """The notes of this process, of all its Models.
 
     Args:
@@ -71,7 +72,7 @@ class _Notebook:
             return
         record = Notes(what, model, number, (*values, *self._generators.values()))
         self._write(self._file, records.to_text(record))
-        self._num_noted += what is What.STEP
+        self._num_noted += what in STEPS
 
     def begin(self, what: What) -> int:
         """Begin a step or a call; returns its number."""
@@ -93,15 +94,15 @@ class _Notebook:
 
 
 @lru_cache(maxsize=1)
-def _notebook(file: Path) -> _Notebook:
+def notebook(file: Path) -> Notebook:
     """The one of this process."""
-    return _Notebook(file, read_request(file))
+    return Notebook(file, read_request(file))
 
 
 class Witness:
     """Notes what one Model computes."""
 
-    def __init__(self, notebook: _Notebook, task: Task) -> None:
+    def __init__(self, notebook: Notebook, task: Task) -> None:
         notebook.num_models += 1
         self._notebook = notebook
         self._number = notebook.num_models

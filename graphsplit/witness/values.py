@@ -75,11 +75,13 @@ class ModelValues:
     Args:
         task: The Model's.
         whole: Kind and name of a value of which all elements are noted.
+        prefix: Begins the names of its parameters and buffers.
     """
 
-    def __init__(self, task: Task, whole: tuple[str, str]) -> None:
+    def __init__(self, task: Task, whole: tuple[str, str], prefix: str = "") -> None:
         self._task = task
         self._whole = whole
+        self._prefix = prefix
 
     def state(self) -> Iterator[NotedValue]:
         """Parameters, gradients, buffers, optimizers and scaler: of what lives here."""
@@ -112,11 +114,12 @@ class ModelValues:
             if id(tensor) in seen or is_elsewhere(tensor) or is_guarded(tensor):
                 continue
             seen.add(id(tensor))
-            yield name, tensor
+            yield f"{self._prefix}{name}", tensor
 
     def _optimizer(
         self, which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     ) -> Iterator[NotedValue]:
+        here = getattr(optimizer.state, "here", optimizer.state)  # in a loop of the script's own
         for number, group in enumerate(optimizer.param_groups):
             owned = [p for p in group["params"] if id(p) in names]
             if owned:
@@ -124,7 +127,7 @@ class ModelValues:
                 yield from self.tree(NoteKind.SETTING, f"{which}, group {number}", settings)
             for parameter in owned:
                 # Not by [...]: that would make an empty state.
-                state = optimizer.state.get(parameter, {})
+                state = here.get(parameter, {})
                 yield from self.tree(NoteKind.OPTIMIZER, f"{which}, {names[id(parameter)]}", state)
 
     def _tensor(self, kind: NoteKind, name: str, tensor: torch.Tensor | None) -> NotedValue:

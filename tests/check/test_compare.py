@@ -177,3 +177,11 @@ def test_a_line_that_was_cut_off_with_its_process_is_left_out() -> None:
 def test_an_operation_is_read_as_it_was_written() -> None:
     found = operation("aten.mm.default", "d", order=(0, 1, 2), target="aten.linear.default")
     assert read_lines(Operation, [f"{to_text(found)}\n"]) == (found,)
+
+
+def test_steps_of_own_loops_count_and_each_part_must_be_on_a_worker() -> None:
+    one, other = (replace(step(n, WEIGHT_A, model=n), what=What.LOOP_STEP) for n in (1, 2))
+    found = compare([one, other], [[one, other], [one, other]])
+    assert (found.difference, found.num_steps, found.num_models) == (None, 2, 1)
+    without = replace(one, values=())
+    assert difference_of([one], [without]).first.plain in one.values
