@@ -16,6 +16,7 @@ from torch import nn
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.errors import CaptureError, RaisedInEagerError
 from graphsplit.frames import users_line_of, users_summary
+from graphsplit.guards.values import SYMBOLIC
 from graphsplit.marks.annotations import INSIDE_BRANCH
 from graphsplit.torch_ext.attributes import is_module_call
 from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
@@ -139,6 +140,15 @@ def running_module(error: BaseException) -> nn.Module | None:
         if is_module_call(frame):
             found = frame.f_locals.get("self")
     return found
+
+
+def holds_symbols(error: BaseException) -> bool:
+    """Whether the code that raised an error has a number at hand whose value is not there yet.
+
+    ``random.Random(h.argmax().item())`` refuses what is no number of Python's.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and any(isinstance(v, SYMBOLIC) for v in frames[-1].f_locals.values())
 
 
 def is_of_packing(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import (
     explain,
     failing_module,
+    holds_symbols,
     is_of_packing,
     quiet_export,
     running_module,
@@ -283,6 +284,8 @@ def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedP
         module = failing_module(error)
         needs_values = module is not None or is_of_packing(error)
         own = None if needs_values else export.own_error(error)
+        if own is None and not needs_values and holds_symbols(error):
+            module = running_module(error)
         # torch's own frames, a hundred of them, would hide the user's line.
         raise _CannotBeTakenApartError(explain(network, error, own), module) from None
     _check_nothing_swallowed(signals, network)

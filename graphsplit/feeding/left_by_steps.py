@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import ne
 from typing import Any
 
 import torch
@@ -160,8 +159,14 @@ def _news(holder: Holder, was: Any, known: Known, before: Before) -> Iterator[li
 
 def _moved(old: Sequence[Any], now: Sequence[Any]) -> frozenset[Any]:
     """The keys from the first one on that has another place in the order."""
-    first = next((at for at, pair in enumerate(zip(old, now, strict=True)) if ne(*pair)), len(now))
-    return frozenset(now[first:])
+    pairs = enumerate(zip(old, now, strict=True))
+    return frozenset(now[next((at for at, pair in pairs if _are_other(*pair)), len(now)) :])
+
+
+def _are_other(one: Any, other: Any) -> bool:
+    """Whether two keys are not one to a dictionary, which knows tensors by what they are."""
+    is_tensors = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
+    return one is not other and (is_tensors or one != other)
 
 
 def _take(

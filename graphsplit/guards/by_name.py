@@ -10,9 +10,10 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable, Collection, Mapping
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from graphsplit.guards.code_facts import CodeFacts
 from graphsplit.torch_ext.replaced import note_real
 
 Ask = Callable[[Any, str | None, bool], None]
@@ -28,12 +29,21 @@ class AskedByName:
 
     Attributes:
         others: Functions that stand for more of Python's own, by name.
+        ask_classes: Called where code names ``__class__`` of what may be a tensor.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self.others: Mapping[str, Any] = {}
+        self.ask_classes: Callable[[], None] = lambda: None
         self._put: list[tuple[dict[str, Any], str, Any]] = []
+
+    def answer(self, code: CodeType, facts: CodeFacts, held: dict[str, Any]) -> None:
+        """Answer what a piece of code asks in such ways."""
+        if code.co_name != "<module>" or code.co_filename.startswith("<"):
+            self.watch(held, facts.globals_read)  # what an import runs may keep them
+        if "__class__" in facts.attributes:
+            self.ask_classes()
 
     def watch(self, held: dict[str, Any], names: Collection[str]) -> None:
         """Let code with some globals use watched functions for those that it loads by name."""

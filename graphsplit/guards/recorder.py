@@ -81,7 +81,6 @@ class ReadRecorder(ValueVisitor):
     Attributes:
         by_name: Stands for functions of Python's own.
         of_names: Where code asks for all attributes of objects, with the names that these had.
-        ask_classes: Called where code names ``__class__`` of what may be a tensor.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class ReadRecorder(ValueVisitor):
         hooks = Hooks(self._read, self._write, self._put_dictionaries_back, self._seen)
         super().__init__(root, labels, HookedClasses(hooks), real_of)
         self.by_name = AskedByName(self._asked)
-        self.ask_classes: Callable[[], None] = lambda: None
         self._trace = tracing(self._ran, self._imported)
         self._is_off = True
         self._is_paused = is_paused
@@ -259,11 +257,14 @@ class ReadRecorder(ValueVisitor):
         super()._name(holder, label)
         held = vars(holder)  # of functools.singledispatch: it asks for classes
         if "dispatch" in held or any(isinstance(v, _DISPATCHING) for v in list(held.values())):
-            self.ask_classes()
+            self.by_name.ask_classes()
 
     def _ran(self, code: CodeType, held: dict[str, Any]) -> None:
         """A function of the user's has begun to run."""
-        if (id(code), id(held)) in self._told or self._is_off or self._is_paused():
+        if (id(code), id(held)) in self._told or self._is_off:
+            return
+        if self._is_paused():  # code kept whole runs for a trial, on tensors without values, too
+            self.by_name.answer(code, facts_of(code), held)
             return
         self._told.add((id(code), id(held)))
         self.executed[id(code), id(held)] = code, held
@@ -278,11 +279,8 @@ class ReadRecorder(ValueVisitor):
         facts = facts_of(code)
         self._nested.update((id(inner), inner) for inner in facts.nested)
         self._note_globals(held, facts, code)
-        if code.co_name != "<module>" or code.co_filename.startswith("<"):
-            self.by_name.watch(held, facts.globals_read)  # what an import runs may keep them
+        self.by_name.answer(code, facts, held)
         self._note_imports(facts, held)
-        if "__class__" in facts.attributes:
-            self.ask_classes()
         for place in setting_places(facts.attributes | facts.globals_read.keys(), facts.imports):
             self.note(place)
         is_past = "object" in facts.globals_read and "__setattr__" in facts.attributes

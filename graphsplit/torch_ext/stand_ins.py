@@ -351,6 +351,19 @@ def without_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
+def unwatched(tensors: Iterable[Any]) -> Iterator[None]:
+    """Inside, those among some values that are watched have the class of eager mode."""
+    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, WatchedTensor)}
+    for tensor, _ in watched.values():
+        take_back(tensor)
+    try:
+        yield
+    finally:
+        for tensor, kept in watched.values():
+            tensor.__class__ = kept
+
+
+@contextmanager
 def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) -> Iterator[None]:
     """Inside, stand-ins of a kind are ordinary tensors with the strides of what they stand for.
 
@@ -358,26 +371,22 @@ def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) 
     room until it is written to; what was written is lost afterwards.
     """
     tensors = list(tensors)
-    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, WatchedTensor)}
-    for whole, _ in watched.values():
-        take_back(whole)
-    swapped = list({id(t): (t, type(t)) for t in tensors if isinstance(t, kind)}.values())
-    strides = [tensor.true_strides() for tensor, _ in swapped]
-    with plain_torch():
-        for tensor, _ in swapped:
-            take_back(tensor)
-        memories = [tensor.data for tensor, _ in swapped]
-        for (tensor, _), stride in zip(swapped, strides, strict=True):
-            tensor.data = torch.empty_strided(
-                tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
-            )
-    try:
-        yield
-    finally:
+    with unwatched(tensors):
+        swapped = list({id(t): (t, type(t)) for t in tensors if isinstance(t, kind)}.values())
+        strides = [tensor.true_strides() for tensor, _ in swapped]
         with plain_torch():
-            for (tensor, was), memory in zip(swapped, memories, strict=True):
-                tensor.data = memory
-                if was.is_one_still(tensor):
-                    tensor.__class__ = was
-        for whole, kept in watched.values():
-            whole.__class__ = kept
+            for tensor, _ in swapped:
+                take_back(tensor)
+            memories = [tensor.data for tensor, _ in swapped]
+            for (tensor, _), stride in zip(swapped, strides, strict=True):
+                tensor.data = torch.empty_strided(
+                    tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+                )
+        try:
+            yield
+        finally:
+            with plain_torch():
+                for (tensor, was), memory in zip(swapped, memories, strict=True):
+                    tensor.data = memory
+                    if was.is_one_still(tensor):
+                        tensor.__class__ = was

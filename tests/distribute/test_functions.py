@@ -55,3 +55,32 @@ def stepped(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_inside_and_outside(num_workers: int) -> None:
     assert_same_bits(stepped, num_workers)
+
+
+class Asking(nn.Module):
+    """Kept whole, since it asks for a value; its parameters have the class of eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        is_own = type(self.linear.weight) is nn.Parameter
+        made: torch.Tensor = self.linear(value * (2 if is_own else 3))
+        return -made if made.sum() > 0 else made
+
+
+def test_code_kept_whole_finds_parameters_of_their_own_class() -> None:
+    def loop(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+        parts = nn.Linear(6, 8), Asking()
+        net = placed(nn.Sequential(*parts), [*parts], ranks)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        net = distribute(net)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = net(torch.randn(5, 6)).square().sum()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    assert_same_bits(loop, 2)

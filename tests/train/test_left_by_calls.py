@@ -89,10 +89,25 @@ class Turning(nn.Module):
         return x if x.sum().item() < 1e9 else x * 2
 
 
-def test_layers_that_code_kept_whole_exchanges_are_exchanged_once() -> None:
+class Keyed(nn.Module):
+    """Likewise; its parameters are keys of a dictionary that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scales = {self.linear.weight: 2.0, self.linear.bias: 3.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x * self.scales[self.linear.weight])
+        self.scales[self.linear.weight] *= 0.5
+        return x if x.sum().item() < 1e9 else x * 2
+
+
+@pytest.mark.parametrize("make", [Turning, Keyed])
+def test_code_kept_whole_changes_its_layers_and_tables_once(make: Any) -> None:
     def script() -> list[float]:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 4), Turning())
+        net = nn.Sequential(nn.Linear(4, 4), make())
         for rank, layer in enumerate(net):
             layer.place("MS_WORKER", rank)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

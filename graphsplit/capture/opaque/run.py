@@ -22,6 +22,7 @@ from graphsplit.capture.structure import take_apart
 from graphsplit.guards.values import SYMBOLIC
 from graphsplit.torch_ext.attributes import PARAMETERS, steps_behind
 from graphsplit.torch_ext.private import FakeTensor, pytree
+from graphsplit.torch_ext.stand_ins import unwatched
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Runnable:
             state = operands[num_arguments:]
             marks = [tensor.requires_grad for tensor in state]
             stack.enter_context(state_in_place(self.places, state, self.assigned))
+            stack.enter_context(unwatched(operands))
             for mode in self.modes:
                 stack.enter_context(mode)
             found = self.function(*args, **kwargs)
@@ -215,6 +217,7 @@ def state_in_place(
             copied into them. It works on copies of them, so that autograd can keep the old values.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
+    named: list[torch.Tensor] = []
     held_by = [[(getattr(p.module, p.kind), p.name) for p in where] for where in places]
     try:
         for index, (where, tensor) in enumerate(zip(held_by, tensors, strict=True)):
@@ -222,6 +225,9 @@ def state_in_place(
             for held, name in where:
                 if held[name] is not given:
                     before.append((held, name, held[name]))
+                    if isinstance(held[name], nn.Parameter) and type(given) is torch.Tensor:
+                        named.append(given)  # code may ask it for its class
+                        given.__class__ = nn.Parameter
                     held[name] = given
         yield
         for index in assigned:
@@ -231,3 +237,5 @@ def state_in_place(
     finally:
         for held, name, tensor in before:
             held[name] = tensor
+        for given in named:
+            given.__class__ = torch.Tensor

@@ -221,7 +221,7 @@ class StateWatch:
                 recorder.on_first = iterators.note
                 with (
                     iterators,
-                    identities.classes_asked() as recorder.ask_classes,
+                    identities.classes_asked() as recorder.by_name.ask_classes,
                     recorder.recording(),
                     compiled_branches(recorder.suspended),
                     marks.seen(),
@@ -274,7 +274,7 @@ class StateWatch:
         for module in modules:
             recorder.touch(module)
         for kind in {type(t) for t in self._tensors.values() if users_classes(t)}:
-            recorder.ask_classes()  # type(w).scale, w.__class__.scale
+            recorder.by_name.ask_classes()  # type(w).scale, w.__class__.scale
             recorder.meet_class(kind)
 
     def _attributes_seen(self, recorder: ReadRecorder) -> AbstractContextManager[None]:
