@@ -147,6 +147,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("export._trace._replace_unbacked_bindings", "export._trace._ignore_backend_decomps"),
         *("export._trace._detect_attribute_assignment", "export._trace._override_builtin_ops"),
         "fx.experimental.proxy_tensor._extract_tensor_metadata",
+        "fx._symbolic_trace._patch_wrapped_functions",
         *("_export.utils.insert_deferred_runtime_asserts", "_assert_scalar"),
     ),
     *_of(

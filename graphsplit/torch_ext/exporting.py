@@ -18,7 +18,7 @@ from torch._export import non_strict_utils
 from torch._export import utils as passes
 from torch.export import _trace as trace
 from torch.export import exported_program
-from torch.fx import GraphModule, _lazy_graph_module
+from torch.fx import GraphModule, _lazy_graph_module, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._sympy.interp import sympy_interp
@@ -58,12 +58,15 @@ def only_what_is_read() -> Iterator[None]:
     Nor does it switch kernels off, which decide how PyTorch takes operations apart: none is here,
     and code that asks ``torch.backends.mkldnn.enabled`` gets the answer of eager mode.
     Nor does it go through what attributes hold, which may hold itself: all writes are watched.
+    Nor does it put others in the place of functions that are marked by ``torch.fx.wrap``: they do
+    the same here, and what a step reads in that place would be another function at each capture.
     And what it has in place of functions of Python's own is for symbols alone.
     """
     with (
         _lazy_graph_module._use_lazy_graph_module(True),
         replaced(exported_program, "_create_graph_module_for_export", _without_code),
         replaced(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        replaced(_symbolic_trace, "_patch_wrapped_functions", lambda patcher: None),
         replaced(trace, "_ignore_backend_decomps", nullcontext),
         replaced(trace, "_detect_attribute_assignment", _attributes_put_back),
         replaced(trace, "_override_builtin_ops", _as_python_computes),

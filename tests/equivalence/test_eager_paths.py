@@ -353,3 +353,25 @@ class Dispatching(Layer):
 
 def test_functions_are_dispatched_by_the_classes_of_eager_mode() -> None:
     assert_same_wherever_placed(Dispatching, batches_of(4, 8), placements=range(2))
+
+
+@torch.fx.wrap
+def marked(h: torch.Tensor) -> torch.Tensor:
+    return h.tanh()
+
+
+def test_a_function_that_is_marked_for_torch_fx_stands_in_its_place() -> None:
+    # Libraries of vision mark theirs; each step was captured anew, as another function stood there.
+    kept = marked
+
+    class Marked(Layer):
+        def forward(self, x):
+            h = marked(self.linear(x))
+            return h if marked is kept else h * 2
+
+    cluster = assert_same_bits(
+        Marked, batches_of(8, 8, num=4), num_workers=2, loss_fn=rows_against_target
+    )
+    for worker in cluster.workers:
+        trained = [one for one in worker.planner.recordings if one.mode.records_gradients]
+        assert len(trained) == 1
