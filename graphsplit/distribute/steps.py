@@ -31,15 +31,17 @@ from graphsplit.distribute.states import (
     show_here,
     state_of,
 )
+from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.child_process import is_child
 from graphsplit.optimizers.optimizer import OwnedOptimizer
-from graphsplit.optimizers.own_step import OWN_HOOKS
+from graphsplit.optimizers.own_step import OWN_HOOKS, is_said, let_step
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.settings import FAIL_FAST
+from graphsplit.torch_ext.attributes import BEFORE_STATE
 from graphsplit.torch_ext.data_attribute import watch_data
 from graphsplit.torch_ext.eager_mode import fuse_layers_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -48,6 +50,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _Contexts = tuple[AbstractContextManager[Any], ...]
 _under_way: list[tuple[torch.optim.Optimizer, Loop, list[torch.Tensor], _Contexts]] = []
 _networks: weakref.WeakKeyDictionary[nn.Module, Loop] = weakref.WeakKeyDictionary()
+_with_values: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
 
 def install(network: nn.Module, loop: Loop) -> None:
@@ -88,8 +91,8 @@ def before_step(
         loop = next((found for net, found in _networks.items() if _has_any(net, parameters)), None)
     if is_stepping or loop is None:
         return None
-    if isinstance(optimizer, torch.optim.LBFGS):
-        _note_lbfgs(optimizer, loop)
+    if _computes_with_values(optimizer, loop, has_closure=closure is not None):
+        _note_values(optimizer, loop)
         return None
     _check_rules(optimizer, has_closure=closure is not None)
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -109,16 +112,46 @@ def before_step(
     return given
 
 
-def _note_lbfgs(optimizer: torch.optim.LBFGS, loop: Loop) -> None:
-    """LBFGS looks at all parameters at once: its step computes with values, as the script does.
+def _computes_with_values(
+    optimizer: torch.optim.Optimizer, loop: Loop, *, has_closure: bool
+) -> bool:
+    """Whether its step computes with values, as the script does: it looks at all parameters.
+
+    Of a class that is not listed, workers try that out and agree, before its first step. One with a
+    closure runs the network inside, and nobody knows when.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    if optimizer in _with_values:
+        return _with_values[optimizer]
+    is_known = is_listed(optimizer) or is_said(optimizer) or state_of(optimizer) is not None
+    is_refused = not hasattr(optimizer, BEFORE_STATE) or rules_problems(optimizer, None, None)
+    if is_known or is_refused or loop.is_in_backward:
+        return False
+    is_part = False
+    if not has_closure:
+        owned = OwnedOptimizer(optimizer)
+        owned.settle(_whole(loop))
+        told = exchange(loop, f"{type(optimizer).__name__}.step()", str(owned.is_part))
+        is_part = all(one == str(True) for one in told)
+    if not is_part:
+        let_step(optimizer)
+    _with_values[optimizer] = not is_part
+    return not is_part
+
+
+def _note_values(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+    """Take note of a step that computes with values.
 
     Raises:
         ConfigurationError: The job recovers, and what it keeps would not be brought back.
     """
     if loop.job.recovery_policy != FAIL_FAST:
         raise ConfigurationError(
-            "optimizer.step(): LBFGS keeps values of several workers, which are not brought back "
-            "in a job that recovers\n  Fix: leave GS_RECOVERY unset, or use another optimizer."
+            f"optimizer.step(): {type(optimizer).__name__} looks at all parameters at once, and "
+            f"keeps values of several workers, which are not brought back in a job that recovers\n"
+            f"  Fix: leave GS_RECOVERY unset, or use an optimizer that treats each parameter by "
+            f"itself."
         )
     loop.taken.note_step(optimizer, settings_of(optimizer))
 

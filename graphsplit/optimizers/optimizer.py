@@ -132,6 +132,11 @@ class OwnedOptimizer:
         self._counted = []
         self._judge()
 
+    @property
+    def is_part(self) -> bool:
+        """Whether a step over what lives here, if that is anything, is a part of that over all."""
+        return self._judge().verdict is _Verdict.STEP
+
     def check(self) -> _Judged:
         """Refuse an optimizer whose step over what lives here is not a part of that over all.
 

@@ -47,6 +47,13 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_pre_hook(refuse_own_step)
 
 
+def let_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse none any more: its steps are the script's own."""
+    hooks = getattr(optimizer, BEFORE_STEP, {})
+    for key in [key for key, hook in hooks.items() if hook is refuse_own_step]:
+        del hooks[key]
+
+
 class by_the_model:
     """Let graphsplit itself call an optimizer."""
 

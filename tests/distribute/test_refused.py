@@ -132,18 +132,6 @@ def functional(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield torch.func.functional_call(net, dict(small(ranks).named_parameters()), (x,))
 
 
-class Coupled(torch.optim.SGD):
-    """Divides gradients by the norm of all, inside of step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for p in self.param_groups[0]["params"]]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(norm)
-        return super().step(closure)
-
-
 def normalized_at_first(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A weight of which one operation makes two uses, before the network's own."""
     net = distribute(small(ranks))
@@ -234,38 +222,6 @@ def data_of_another_worker(distribute: Distribute, ranks: list[int]) -> Iterator
 )
 def test_a_loop_is_refused_with_the_way_out(loop: Loop, text: str) -> None:
     assert text in raised(loop)
-
-
-def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
-    def run(rank: int) -> None:
-        net = gs.distribute(small([0, 1, 0]))
-        net(torch.ones(6, 8)).sum().backward()
-        Coupled(net.parameters(), lr=0.1).step()
-
-    with pytest.raises(gs.errors.ConfigurationError, match="worker by worker") as caught:
-        ThreadCluster(run, 2, is_recoverable=False).run()
-    assert "in an own loop by clip_grad_norm_ before the step" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["hooked", "own"])
-def test_a_closure_is_refused_where_it_may_not_come_first(kind: str) -> None:
-    def stepping(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-        net = distribute(small(ranks))
-        optimizer = (Sharp if kind == "own" else torch.optim.SGD)(net.parameters(), lr=0.1)
-        if kind == "hooked":
-            optimizer.register_step_pre_hook(lambda *_: None)
-        yield optimizer.step(lambda: net(torch.randn(6, 8)).sum())
-
-    name = "Sharp" if kind == "own" else "SGD"
-    assert f"{name}.step(closure) runs the network inside the step" in raised(stepping)
-
-
-class Sharp(torch.optim.SGD):
-    """Runs the closure twice, as sharpness-aware ones do."""
-
-    def step(self, closure: Any = None) -> Any:
-        closure()
-        return super().step(closure)
 
 
 class Around(torch.optim.SGD):

@@ -32,12 +32,12 @@ def refused(ranks: list[int]) -> Iterator[str]:
     x = torch.randn(6, 8)
     first = net(x).sum()
     first.backward()
-    optimizer = Plain(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, differentiable=True)
     forms: tuple[Callable[[], Any], ...] = (
         lambda: first.backward(),
         lambda: net(x).sum().backward(create_graph=True),
         lambda: pickle.dumps(net),
-        lambda: optimizer.step(lambda: net(x).sum()),
+        lambda: optimizer.step(),
         lambda: net.compile(),
     )
     for form in forms:
@@ -68,10 +68,15 @@ class Plain(torch.optim.Optimizer):
             p.sub_(kept * 0.1 / norm)
 
 
-def own_optimizer(distribute: Any, ranks: list[int]) -> Iterator[Any]:
+def global_optimizer(distribute: Any, ranks: list[int]) -> Iterator[Any]:
+    """Steps of one that is found to look at all parameters."""
+    return own_optimizer(distribute, ranks, is_global=True)
+
+
+def own_optimizer(distribute: Any, ranks: list[int], *, is_global: bool = False) -> Iterator[Any]:
     """Steps of an optimizer that is tried out in forked children first."""
     net = small(ranks)
-    optimizer = Plain(net.parameters())
+    optimizer = Plain(net.parameters(), is_global=is_global)
     net = distribute(net)
     for _ in range(3):
         optimizer.zero_grad()
@@ -82,14 +87,10 @@ def own_optimizer(distribute: Any, ranks: list[int]) -> Iterator[Any]:
 
 
 def alone(what: str) -> None:
-    """Ask for a gradient on worker 0 alone, step by the norm of all gradients, or die."""
-    net = small([0, 1, 0])
-    optimizer = Plain(net.parameters(), is_global=True)
-    net = gs.distribute(net)
+    """Ask for a gradient on worker 0 alone, or die."""
+    net = gs.distribute(small([0, 1, 0]))
     net(torch.ones(6, 8)).sum().backward()
-    if what == "global-step":
-        optimizer.step()
-    elif what == "killed":
+    if what == "killed":
         if gs.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     elif gs.get_rank() == 0:
@@ -101,9 +102,9 @@ def main() -> None:
     """Run those that are named; and what is refused, if that is."""
     gs.init()
     num_workers = gs.get_world_size()
-    if sys.argv[1] in ("global-step", "one-gradient", "killed"):
+    if sys.argv[1] in ("one-gradient", "killed"):
         alone(sys.argv[1])
-    for loop in (*LOOPS, *OF_EXAMPLES, own_optimizer, projected, distilled):
+    for loop in (*LOOPS, *OF_EXAMPLES, own_optimizer, global_optimizer, projected, distilled):
         if loop.__name__ not in sys.argv[1:]:
             continue
         expected = results(loop, plain, num_workers)
