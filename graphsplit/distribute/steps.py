@@ -125,11 +125,10 @@ def _computes_with_values(
     if optimizer in _with_values:
         return _with_values[optimizer]
     is_known = is_listed(optimizer) or is_said(optimizer) or state_of(optimizer) is not None
-    is_refused = not hasattr(optimizer, BEFORE_STATE) or rules_problems(optimizer, None, None)
-    if is_known or is_refused or loop.is_in_backward:
+    if is_known or loop.is_in_backward or rules_problems(optimizer, None, None):
         return False
     is_part = False
-    if not has_closure:
+    if not has_closure and hasattr(optimizer, BEFORE_STATE):  # else around another one, as timm's
         owned = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
         told = exchange(loop, f"{type(optimizer).__name__}.step()", str(owned.is_part))

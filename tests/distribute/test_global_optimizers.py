@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,6 +173,28 @@ class Lookahead(torch.optim.Optimizer):
             p.data.copy_(slow)
 
 
+class Around(torch.optim.Optimizer):
+    """Slow copies in the state of the one inside, and no ``__init__`` of its own, as in timm."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base, self.calls = torch.optim.Adam(parameters, lr=0.01), 0
+        self.param_groups, self.defaults = self.base.param_groups, self.base.defaults
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.calls += 1
+        for p in self.param_groups[0]["params"] if self.calls % 2 == 0 else ():
+            entry = self.base.state[p]
+            if "slow" not in entry:
+                entry["slow"] = torch.empty_like(p)
+                entry["slow"].copy_(p)
+            entry["slow"].add_(p - entry["slow"], alpha=0.5)
+            p.copy_(entry["slow"])
+
+
 def _hooked(parameters: Any) -> Any:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
 
@@ -224,10 +247,21 @@ def loop_of(make: Any, *, by_closure: bool = False, of_last: bool = False) -> An
         loop_of(Sharp, by_closure=True),
         loop_of(Adapted),
         loop_of(Lookahead),
+        loop_of(Around),
         loop_of(_hooked),
         loop_of(Coupled, by_closure=True),
     ],
-    ids=["norm", "of one worker", "coupled", "sharp", "adapted", "lookahead", "hook", "closure"],
+    ids=[
+        "norm",
+        "of one worker",
+        "coupled",
+        "sharp",
+        "adapted",
+        "lookahead",
+        "around",
+        "hook",
+        "closure",
+    ],
 )
 def test_optimizers_of_other_classes_may_look_at_all_parameters(
     loop: Any, num_workers: int

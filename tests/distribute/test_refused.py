@@ -235,7 +235,7 @@ class Around(torch.optim.SGD):
 def test_an_optimizer_without_what_torch_makes_of_it_is_refused() -> None:
     def stepping(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         (net := distribute(small(ranks)))(torch.randn(6, 8)).sum().backward()
-        yield Around(torch.optim.SGD(net.parameters(), 0.1)).step()
+        yield gs.per_parameter(Around(torch.optim.SGD(net.parameters(), 0.1))).step()
 
     assert "Around is a torch.optim.Optimizer whose __init__ was not called" in raised(stepping)
 
