@@ -95,8 +95,10 @@ def in_circle(circle: str) -> FailureCause:
     return FailureCause(
         "disagreement",
         f"the workers wait for each other in a circle, and none of them can go on: {circle}\n"
-        f"  Fix: every worker makes the same calls in the same order, and for each gs.recv another "
-        f"worker calls gs.send, in an order in which one of them begins",
+        f"  Fix: every worker makes the same calls in the same order. Where values are asked for "
+        f"below an `if` on the rank (torch.save, `if is_best:`), ask before, on every worker: "
+        f"is_best = bool(is_best), value = torch.from_numpy(value.numpy().copy()). For each "
+        f"gs.recv another worker calls gs.send, in an order in which one of them begins",
     )
 
 
