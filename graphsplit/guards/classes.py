@@ -211,8 +211,11 @@ def attributes_of(one: Any) -> dict[str, Any] | None:
 
 
 def slots_of(kind: type) -> list[MemberDescriptorType]:
-    """The descriptors of a class's slots, and of those that it inherits."""
-    made = [one for one in kind.__mro__ if one.__flags__ & _HEAP_TYPE]
+    """The descriptors of a class's slots, and of those that it inherits.
+
+    Classes of extensions have the like of them, which may be read-only, and name no slots.
+    """
+    made = [one for one in kind.__mro__ if one.__flags__ & _HEAP_TYPE and "__slots__" in vars(one)]
     held = (value for one in made for value in vars(one).values())
     return [value for value in held if type(value) is MemberDescriptorType]
 

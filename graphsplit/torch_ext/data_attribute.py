@@ -89,6 +89,8 @@ class DataIsDetached(TorchCalls):
         """Copy a value that the call before has made, and whose memory is nobody else's."""
         (given, made), self._last = self._last, (None, None)
         line, memory = users_line_now(), storage_of(value)
+        if tensor.is_leaf and _is_all_of(tensor, value):
+            return  # ``w.data = w.data.to(dtype)``, where it is of that dtype already
         is_new = made is value and all(
             storage_of(one) != memory for one in leaves_of(torch.Tensor, given)
         )
@@ -122,6 +124,12 @@ class DataIsDetached(TorchCalls):
         for line, value in self._values:
             if error is None and value() is not None:
                 raise _other_memory(line)
+
+
+def _is_all_of(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    is_there = storage_of(tensor) == storage_of(value)
+    is_there &= tensor.storage_offset() == value.storage_offset()
+    return is_there and _form(tensor) == _form(value)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import sys
 from collections import defaultdict
@@ -17,6 +18,7 @@ from torch import nn
 
 from graphsplit.capture.state.handed import swap
 from graphsplit.guards.changes import changes_of, leave_all
+from graphsplit.guards.classes import slots_of
 from graphsplit.guards.places import entry, inside
 from graphsplit.guards.values import freeze, put_into, same, thaw
 from graphsplit.guards.visitor import Noted
@@ -249,3 +251,11 @@ def test_what_a_class_and_globals_keep_is_in_one_order_on_all_workers():
 
 
 _COUNTERS = ("kept", "seen", "calls", "steps", "parts", "total", "first", "last")
+
+
+def test_read_only_members_of_classes_of_extensions_are_no_slots() -> None:
+    class Slotted:
+        __slots__ = ("one",)
+
+    assert [slot.__name__ for slot in slots_of(Slotted)] == ["one"]
+    assert slots_of(functools.partial) == []  # func, args and keywords cannot be set

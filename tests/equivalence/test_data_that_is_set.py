@@ -121,6 +121,16 @@ class Clamped(Momentum):
         return product + self.key(x)
 
 
+class Cast(Clamped):
+    """Sets it to what it is, as ArcFaceLoss of pytorch-metric-learning does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.key.weight.view(-1)
+        self.key.weight.data = self.key.weight.data.to(x.dtype)
+        product: torch.Tensor = self.query(x) * self.key(x)
+        return product * before.mean()
+
+
 def _place_momentum(net: Any) -> None:
     net.query.place("MS_WORKER", 0)
     net.key.place("MS_WORKER", 1)
@@ -131,7 +141,7 @@ def _less(step: int, net: Any, loss_fn: Any) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("make", [Momentum, Clamped])
+@pytest.mark.parametrize("make", [Momentum, Clamped, Cast])
 def test_data_that_forward_sets_to_what_it_computed_is_copied(make: Any, microbatches: int) -> None:
     assert_written_on_the_owner(make, _place_momentum, _less, microbatches=microbatches)
 
