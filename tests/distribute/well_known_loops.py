@@ -61,4 +61,24 @@ def reformed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (old_names, reformed)
+def spectral(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Singular values and eigenvalues of weights and features, with a gradient and without."""
+    net = distribute(layers(8, 16, 4, ranks=ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    linalg = torch.linalg
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = net(torch.randn(9, 8))
+        loss = out.square().mean() + 0.01 * linalg.matrix_norm(net[2].weight, 2)
+        loss.backward()
+        optimizer.step()
+        for value in (out.detach(), *(p.detach() for p in net.parameters() if p.dim() == 2)):
+            square = value.T @ value
+            yield linalg.svdvals(value), linalg.eigvalsh(square), linalg.matrix_norm(value, 2)
+            yield value.norm("nuc"), torch.norm(value, p="nuc"), linalg.norm(value, -2)
+            yield linalg.cond(value), linalg.matrix_rank(value), linalg.pinv(value), value.norm()
+        yield loss.item(), linalg.svdvals(net[0].weight).detach(), linalg.svdvals(out).detach()
+    yield net.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (old_names, reformed, spectral)

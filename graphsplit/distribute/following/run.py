@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +59,14 @@ def _is_torchs(func: Any) -> bool:
     return module is None or f"{module}.".startswith("torch.")
 
 
+def _is_of_matrices(name: str) -> bool:
+    """Whether it draws nothing, and torch may compute more where a mode watches, in other bits.
+
+    Singular values and eigenvalues come with vectors then, as for tensors with a gradient.
+    """
+    return name.startswith("linalg_") or name in ("norm", "nuclear_norm")
+
+
 def is_known(key: Any) -> bool:
     """Whether the result of an operation is known without following it."""
     return _remembered.get(key) is not None
@@ -93,8 +102,9 @@ def run_or_follow(
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs), False
     following = Following(has_values=is_here)
+    watching = nullcontext() if is_here and _is_of_matrices(name) else following
     try:
-        with DisableTorchFunctionSubclass(), following:
+        with DisableTorchFunctionSubclass(), watching:
             result = None
             if not is_here and casting_dtype() is not None and not written(name, args, kwargs):
                 result = follow_casts(func, operands, together)
