@@ -104,8 +104,9 @@ class _Wanted:
         if create_graph:
             raise ConfigurationError(
                 "create_graph=True through a distributed network: gradients of gradients stop at "
-                "the network's edge\n  Fix: compute the penalty in the forward of a module that is "
-                "kept whole, by gs.opaque(module), as docs/how-to/own-loop.md shows."
+                "the network's edge\n  Fix: compute what needs them (a penalty, derivatives) in "
+                "the forward of a module that is kept whole, by gs.opaque(module), as "
+                "docs/how-to/own-loop.md shows under 'A gradient penalty'."
             )
         several = [as_value(one) for one in _listed(outputs)]
         if not all(isinstance(one, LoopValue) for one in several):
