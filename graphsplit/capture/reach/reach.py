@@ -64,7 +64,7 @@ from graphsplit.torch_ext.attributes import (
 from graphsplit.torch_ext.private import FakeTensor, ScriptMethod, ScriptModule
 
 _LIBRARIES = frozenset(
-    (*sys.stdlib_module_names, "torch", "numpy", "sympy", "mpmath", "graphsplit", "_pytest")
+    (*sys.stdlib_module_names, "torch", "numpy", "sympy", "mpmath", "einops", "graphsplit", "_pytest")
 ) - {"__main__"}
 _ATOMS = (type(None), *BY_VALUE)
 # Of libraries' classes: what users keep values in, and what counts its draws.
