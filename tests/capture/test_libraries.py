@@ -9,14 +9,14 @@ import torch
 
 from graphsplit.capture.reach.reach import holders
 
-_KEEPING = '''
+_KEEPING = """
 kinds = {}
 
 def turned(x):
     if type(x) not in kinds:
         kinds[type(x)] = "torch"
     return x.flip(1)
-'''
+"""
 
 
 @pytest.mark.parametrize(("name", "is_state"), [("einops._backends", False), ("mine", True)])

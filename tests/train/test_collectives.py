@@ -346,7 +346,7 @@ def with_code(place: str, call: Callable[[], Any]) -> nn.Module:
 
     class Calling(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if place == "kept whole" and type(x.data) is torch.Tensor:
+            if place == "kept whole" and not hasattr(x, "fake_mode"):
                 call()
             return super().forward(x)
 

@@ -150,8 +150,9 @@ class Runnable:
         """Refuse another parameter in a place: workers and optimizers know the one before."""
         for tensor, where in zip(state, self.places, strict=True):
             for place in where:
-                held = getattr(place.module, place.kind).get(place.name)
-                if place.kind == PARAMETERS and held is not tensor:
+                held = getattr(place.module, place.kind)  # of a scripted module it is no dictionary
+                is_own = place.kind == PARAMETERS and isinstance(held, dict)
+                if is_own and held.get(place.name) is not tensor:
                     raise OpaqueCallError(
                         f"{self.label} puts another parameter into {place.name} of "
                         f"{type(place.module).__name__} while it runs; the optimizer and the other "

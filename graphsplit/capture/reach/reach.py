@@ -63,9 +63,9 @@ from graphsplit.torch_ext.attributes import (
 )
 from graphsplit.torch_ext.private import FakeTensor, ScriptMethod, ScriptModule
 
-_LIBRARIES = frozenset(
-    (*sys.stdlib_module_names, "torch", "numpy", "sympy", "mpmath", "einops", "graphsplit", "_pytest")
-) - {"__main__"}
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
+    *("torch", "numpy", "sympy", "mpmath", "einops", "graphsplit", "_pytest")
+}
 _ATOMS = (type(None), *BY_VALUE)
 # Of libraries' classes: what users keep values in, and what counts its draws.
 _OF_LIBRARIES = (
