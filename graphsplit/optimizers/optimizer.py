@@ -422,9 +422,9 @@ def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:
             f"gradient alone; its parameters live on workers {owners}\n"
             f"  Fix: let all its parameters live on one worker; or {kept}clip by the norm of all "
             f"gradients with Model(..., clip=gs.clip.GlobalNorm(max_norm)); or keep your own loop "
-            f"and give it gs.distribute(net), where any optimizer steps; or, if you know that it "
-            f"treats every parameter by itself, and has no list over all of them, use "
-            f"gs.per_parameter(optimizer)."
+            f"and give it gs.distribute(net), where any optimizer steps whose hooks are there "
+            f"before its first step; or, if you know that it treats every parameter by itself, and "
+            f"has no list over all of them, use gs.per_parameter(optimizer)."
         )
     return (
         f"{name} has its parameters on other workers ({owners}), and a step changes more than "
